@@ -1,0 +1,55 @@
+"""A whole model in memory, between a source and a file: configuration, weights, norms, tokenizer.
+
+Importers return one, `container.write` stores one, `container.read` returns one again. Whatever builds it, its
+completeness is checked here once: a missing or misshapen tensor never gets as far as a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+import torch
+
+from .config import ModelConfig
+from .errors import FormatError
+from .tokenizer import TokenizerData
+from .weight import LinearWeight
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Names are those of `ModelConfig.linear_shapes` and `norm_shapes`; tensors may be mapped from a file.
+
+    `source` says where the weights come from (format, file name, licence …), for people; `notes` is what the importer
+    had to decide, one sentence each, and is shown to the user.
+    """
+
+    config: ModelConfig
+    weights: Mapping[str, LinearWeight]
+    norms: Mapping[str, torch.Tensor]  # [D] or [head_dim], any float dtype
+    tokenizer: TokenizerData | None = None
+    source: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_names("linear weight", self.config.linear_shapes().keys(), self.weights.keys())
+        _check_names("norm", self.config.norm_shapes().keys(), self.norms.keys())
+        for name, (K, N) in self.config.linear_shapes().items():
+            w = self.weights[name]
+            if (w.K, w.N) != (K, N):
+                raise FormatError(f"{name} is K={w.K}, N={w.N}; the configuration needs K={K}, N={N}")
+        for name, length in self.config.norm_shapes().items():
+            if list(shape := self.norms[name].shape) != [length]:
+                raise FormatError(f"{name} has shape {list(shape)}; the configuration needs [{length}]")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(w.nbytes for w in self.weights.values()) + sum(t.nbytes for t in self.norms.values())
+
+
+def _check_names(kind: str, wanted: Set[str], present: Set[str]) -> None:
+    if missing := sorted(wanted - present):
+        raise FormatError(f"{len(missing)} {kind}s are missing, the first is {missing[0]}; the source is incomplete")
+    if extra := sorted(present - wanted):
+        raise FormatError(f"{len(extra)} {kind}s have no place in the configuration, the first is {extra[0]}")
