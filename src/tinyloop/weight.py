@@ -59,8 +59,7 @@ class QuantWeight:
                 )
         if self.scale.dtype != self.zero.dtype:
             raise FormatError(f"scale is {self.scale.dtype} but zero is {self.zero.dtype}; store both alike")
-        if self.bias is not None and list(self.bias.shape) != [self.N]:
-            raise FormatError(f"bias has shape {list(self.bias.shape)}; N={self.N} needs [{self.N}]")
+        _check_bias(self.bias, self.N)
 
     @property
     def N(self) -> int:
@@ -80,17 +79,17 @@ class QuantWeight:
         if self.bits == 8:
             return self.packed
         pair = torch.stack((self.packed & 15, self.packed >> 4), dim=1)  # [⌈K/2⌉, 2, N]
-        return pair.reshape(-1, self.N)[: self.K]
+        return pair.flatten(0, 1)[: self.K]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [K, N]
         """`q·scale + zero`, product and sum each rounded once to fp32, then cast to `dtype`.
 
-        Works in slabs of groups, so that the extra memory stays near 32 MB however large the weight is.
+        Works in slabs of rows, so that the extra memory stays near 32 MB however large the weight or its groups are.
         """
         W = torch.empty(self.K, self.N, dtype=dtype)
-        slab = max(1, (1 << 23) // (self.group_size * self.N))  # groups per slab
-        for g in range(0, self.groups, slab):
-            k, end = g * self.group_size, min(self.K, (g + slab) * self.group_size)
+        slab = max(1, (1 << 21) // max(1, self.N))  # rows per slab
+        for k in range(0, self.K, slab):
+            end = min(self.K, k + slab)
             W[k:end] = self._dequantize_rows(k, end)
         return W
 
@@ -100,8 +99,8 @@ class QuantWeight:
             codes = self.packed[k:end]
         else:
             rows = self.packed[k // 2 : (end + 1) // 2]
-            codes = torch.stack((rows & 15, rows >> 4), dim=1).reshape(-1, self.N)[k % 2 :][: end - k]
-        return codes.to(torch.float32).mul_(self.scale.float()[group]).add_(self.zero.float()[group])
+            codes = torch.stack((rows & 15, rows >> 4), dim=1).flatten(0, 1)[k % 2 :][: end - k]
+        return codes.to(torch.float32).mul_(self.scale[group]).add_(self.zero[group])
 
     def columns(self, n: Tensor) -> Tensor:  # n int64 [...] → fp32 [..., K]
         """Columns of W, which for an embedding table are the rows of its lookup: exact as `dequantize`."""
@@ -123,7 +122,8 @@ class QuantWeight:
     ) -> QuantWeight:
         """Pack codes; scale and zero become fp16 where that is exact for all of them, else fp32.
 
-        Raises FormatError where a code leaves its range, a parameter is not finite, or shapes disagree.
+        Raises FormatError where a code leaves its range, a parameter is not finite in fp32, shapes disagree, or
+        `integer_zero` is not true.
         """
         if q.dim() != 2 or q.is_floating_point():
             raise FormatError(f"q is {q.dtype} {list(q.shape)}; codes are integers [K, N]")
@@ -132,15 +132,16 @@ class QuantWeight:
         for name, t in (("scale", scale), ("zero", zero)):
             if not t.is_floating_point():
                 raise FormatError(f"{name} is {t.dtype}; give floats (zero = −z·scale for integer zero points z)")
-            bad = int((~torch.isfinite(t)).sum())
+            bad = int((~torch.isfinite(t.float())).sum())
             if bad:
                 raise FormatError(f"{name} has {bad} values that are NaN or infinite; the source weight is damaged")
-        scale, zero = _narrow(scale, zero)
         K = q.shape[0]
         q = q.to(torch.uint8)
-        return QuantWeight(
-            pack_nibbles(q) if bits == 4 else q.contiguous(), scale, zero, K, group_size, bits, integer_zero, bias
-        )
+        q = pack_nibbles(q) if bits == 4 else q.contiguous()
+        w = QuantWeight(q, *_narrow(scale, zero), K, group_size, bits, integer_zero, bias)
+        if integer_zero:
+            _check_integer_zero(w)
+        return w
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,7 @@ class DenseWeight:
             raise FormatError(
                 f"weight is {self.weight.dtype} {list(self.weight.shape)}; dense weights are fp16, bf16 or fp32 [N, K]"
             )
-        if self.bias is not None and list(self.bias.shape) != [self.N]:
-            raise FormatError(f"bias has shape {list(self.bias.shape)}; N={self.N} needs [{self.N}]")
+        _check_bias(self.bias, self.N)
 
     @property
     def N(self) -> int:
@@ -189,6 +189,21 @@ def pack_nibbles(q: Tensor) -> Tensor:  # uint8 [K, N] → uint8 [⌈K/2⌉, N]
     packed = q[0::2] | q[1::2] << 4
     assert packed.shape[0] * 2 == q.shape[0]
     return packed
+
+
+def _check_bias(bias: Tensor | None, N: int) -> None:
+    if bias is not None and (list(bias.shape) != [N] or not bias.is_floating_point()):
+        raise FormatError(f"bias is {bias.dtype} {list(bias.shape)}; N={N} needs floats [{N}]")
+
+
+def _check_integer_zero(w: QuantWeight) -> None:
+    """Export writes z = −zero/scale back, which is lossless only if every zero is such a product, rounded once."""
+    scale, zero = w.scale.float(), w.zero.float()
+    z = torch.where(scale == 0, 0, -zero / scale).round().clamp(0, (1 << w.bits) - 1)
+    if bad := int((zero != -(z * scale)).sum()):
+        raise FormatError(
+            f"integer_zero=True, but {bad} zeros are not −z·scale for a z in 0..{(1 << w.bits) - 1}; leave it out"
+        )
 
 
 def _narrow(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,26 @@
+"""Tests marked `gpu` run where a CUDA device is, and are counted where there is none, so that no one takes their
+absence for success. Hypothesis gives the same examples on every run: a red run can be repeated."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("repeatable")
+
+_REASON = "no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=_REASON))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in r.keywords]
+    why = f" ({_REASON})" if skipped else ""
+    terminalreporter.write_line(f"GPU tests skipped: {len(skipped)}{why}")
