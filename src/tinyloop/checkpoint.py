@@ -40,8 +40,9 @@ class Checkpoint:
             if (w.K, w.N) != (K, N):
                 raise FormatError(f"{name} is K={w.K}, N={w.N}; the configuration needs K={K}, N={N}")
         for name, length in self.config.norm_shapes().items():
-            if list(shape := self.norms[name].shape) != [length]:
-                raise FormatError(f"{name} has shape {list(shape)}; the configuration needs [{length}]")
+            t = self.norms[name]
+            if list(t.shape) != [length] or not t.is_floating_point():
+                raise FormatError(f"{name} is {t.dtype} {list(t.shape)}; the configuration needs floats [{length}]")
 
     @property
     def nbytes(self) -> int:

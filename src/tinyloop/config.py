@@ -28,8 +28,10 @@ class Segment:
     def __post_init__(self) -> None:
         if self.name not in SEGMENT_NAMES:
             raise FormatError(f"segment name {self.name!r} is none of {', '.join(SEGMENT_NAMES)}")
-        if self.layers < 1 or self.repeats < 1:
-            raise FormatError(f"segment {self.name}: layers={self.layers}, repeats={self.repeats}; both must be ≥ 1")
+        if not all(isinstance(n, int) and n >= 1 for n in (self.layers, self.repeats)):
+            raise FormatError(
+                f"segment {self.name}: layers={self.layers!r}, repeats={self.repeats!r}; both are whole numbers ≥ 1"
+            )
         if self.repeats > 1 and self.name != "loop":
             raise FormatError(f"segment {self.name} has repeats={self.repeats}; only the loop segment repeats")
 
@@ -158,13 +160,24 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> ModelConfig:
-        """Raises FormatError on missing or unknown keys, so that nothing a file says is ignored."""
+        """Raises FormatError on missing or unknown keys: nothing a file says is ignored, nothing it omits is guessed.
+
+        A guessed loop count, window or QK norm would still write fluent, wrong text.
+        """
         try:
+            _check_keys("model", ModelConfig, values)
+            _check_keys("rope", Rope, values["rope"])
+            for segment in values["segments"]:
+                _check_keys("segment", Segment, segment)
             rope = Rope(**{**values["rope"], "inv_freq": tuple(values["rope"]["inv_freq"])})
             segments = tuple(Segment(**s) for s in values["segments"])
-            rest = {k: v for k, v in values.items() if k not in ("rope", "segments", "sliding_window")}
-            return ModelConfig(
-                **rest, rope=rope, segments=segments, sliding_window=tuple(values.get("sliding_window", ()))
-            )
-        except (KeyError, TypeError) as error:
+            window = tuple(values["sliding_window"])
+            return ModelConfig(**{**values, "rope": rope, "segments": segments, "sliding_window": window})
+        except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"model description is not of this format version: {error}") from error
+
+
+def _check_keys(what: str, kind: type[Any], values: dict[str, Any]) -> None:
+    if odd := sorted({f.name for f in dataclasses.fields(kind)} ^ values.keys()):
+        state = "has no place in this format version" if odd[0] in values else "is missing"
+        raise FormatError(f"{what} key {odd[0]} {state}; import the model again")

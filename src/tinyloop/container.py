@@ -2,21 +2,24 @@
 
 `write` is atomic: the file appears under its name complete or not at all. `read` maps the tensors, so that loading
 costs no copy, after comparing every checksum against the bytes on disk.
+
+The writer is our own, twenty lines: the library's orders metadata at random and, in older releases, copies the whole
+model first. Ours gives the same bytes for the same model, which makes files comparable by their hash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
@@ -28,6 +31,12 @@ FORMAT = "tinyloop"
 FORMAT_VERSION = 1
 TOKENIZER_TENSOR = "tokenizer.json"
 _DTYPES = {"U8": torch.uint8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FIELDS = ("checksums", "model", "source", "tokenizer", "weights")  # metadata that is JSON
+_SPEC_KEYS = {
+    "affine": {"kind", "bits", "K", "N", "group_size", "integer_zero"},
+    "dense": {"kind", "K", "N"},
+}
 _CHUNK = 1 << 22
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -58,14 +67,11 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool 
     if not target.parent.is_dir():
         raise InputError(f"{target.parent} is not a folder; make it first")
     tensors = dict(_tensors(checkpoint))
-    metadata = _metadata(checkpoint, tensors)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata)
-        with open(partial, "rb") as f:
-            os.fsync(f.fileno())
+        _save(partial, _metadata(checkpoint, tensors), tensors)
         os.replace(partial, target)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise InputError(f"{target} could not be written: {error}; nothing was left behind") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -73,57 +79,56 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool 
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """The metadata of the file at `path`. Raises FormatError as `read` does, but does not check tensor bytes."""
+    """The metadata of the file at `path`. Raises FormatError as `read` does, but does not read tensor bytes."""
     path = Path(path)
     header, base = _header(path)
-    metadata = header.pop("__metadata__", None) or {}
-    if metadata.get("format") != FORMAT:
-        raise FormatError(f"{path} is a safetensors file, but not a .tinyloop file; convert it with: tinyloop import")
-    if metadata.get("format_version") != str(FORMAT_VERSION):
-        raise FormatError(
-            f"{path} has format version {metadata.get('format_version')}; this release reads version {FORMAT_VERSION}; "
-            "import the model again, or use the release that wrote it"
-        )
-    if metadata.get("metadata_sha256") != _metadata_digest(metadata):
-        raise FormatError(f"{path}: the metadata does not match its checksum; the file is damaged, copy it again")
-    fields = {k: json.loads(metadata[k]) for k in ("model", "weights", "tokenizer", "source", "checksums")}
-    tensors = {n: (t["dtype"], t["shape"], base + t["data_offsets"][0], base + t["data_offsets"][1])
-               for n, t in header.items()}  # fmt: skip
-    return Description(
-        config=ModelConfig.from_dict(fields["model"]), weights=fields["weights"], tokenizer=fields["tokenizer"],
-        source=fields["source"], checksums=fields["checksums"], tensors=tensors, file_bytes=path.stat().st_size,
-    )  # fmt: skip
+    metadata = header.pop("__metadata__", {})
+    _check_metadata(path, metadata)
+    try:
+        fields = {key: json.loads(metadata[key]) for key in _FIELDS}
+        about = Description(
+            config=ModelConfig.from_dict(fields["model"]), weights=fields["weights"], tokenizer=fields["tokenizer"],
+            source=fields["source"], checksums=fields["checksums"], tensors=_table(header, base),
+            file_bytes=path.stat().st_size,
+        )  # fmt: skip
+        _check_names(about)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise FormatError(f"{path}: the description is damaged ({error!r}); copy the file again") from error
+    return about
 
 
 def read(path: str | os.PathLike[str], verify: bool = True, progress: Progress | None = None) -> Checkpoint:
     """The model at `path`, its tensors mapped from the file.
 
-    `verify` compares every tensor with its checksum first. Raises FormatError on a file that is missing parts,
-    damaged, of another version or of another kind, naming the file and the tensor.
+    `verify` compares every tensor with its checksum and refuses NaN; without it no weight is read from the disk, and
+    only sizes and names are checked. Raises FormatError on a file that is missing parts, damaged, of another version
+    or of another kind, naming the file and the tensor.
     """
     path = Path(path)
     about = describe(path)
     if verify:
         _verify(path, about, progress)
-    with safe_open(path, framework="pt") as f:
-
-        def get(name: str) -> torch.Tensor:
-            if name not in about.tensors:
-                raise FormatError(f"{path}: tensor {name} is missing; the file is incomplete")
-            tensor: torch.Tensor = f.get_tensor(name)
-            return tensor
-
-        weights = {name: _weight(name, spec, get, about) for name, spec in about.weights.items()}
-        norms = {name: get(name) for name in about.config.norm_shapes()}
-        tokenizer = None
-        if about.tokenizer is not None:
-            text = get(TOKENIZER_TENSOR).numpy().tobytes().decode("utf-8")
-            tokenizer = TokenizerData.from_settings(text, about.tokenizer)
-    return Checkpoint(about.config, weights, norms, tokenizer, about.source)
+    try:
+        with safe_open(path, framework="pt") as f:
+            weights = {name: _weight(name, spec, f.get_tensor, about) for name, spec in about.weights.items()}
+            norms = {name: f.get_tensor(name) for name in about.config.norm_shapes()}
+            tokenizer = None
+            if about.tokenizer is not None:
+                text = f.get_tensor(TOKENIZER_TENSOR).numpy().tobytes().decode("utf-8")
+                tokenizer = TokenizerData.from_settings(text, about.tokenizer)
+        if verify:
+            for name, w in weights.items():
+                _check_finite(name, w)
+        return Checkpoint(about.config, weights, norms, tokenizer, about.source)
+    except (FormatError, SafetensorError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     for name, w in checkpoint.weights.items():
+        _check_finite(name, w)
         if isinstance(w, QuantWeight):
             yield f"{name}.q", w.packed.contiguous()
             yield f"{name}.scale", w.scale.contiguous()
@@ -149,38 +154,67 @@ def _weight(name: str, spec: dict[str, Any], get: Callable[[str], torch.Tensor],
     try:
         if spec["kind"] == "dense":
             w: LinearWeight = DenseWeight(get(f"{name}.weight"), bias)
-        elif spec["kind"] == "affine":
+        else:
             w = QuantWeight(
                 get(f"{name}.q"), get(f"{name}.scale"), get(f"{name}.zero"), spec["K"], spec["group_size"],
                 spec["bits"], spec["integer_zero"], bias,
             )  # fmt: skip
-        else:
-            raise FormatError(f"weights of kind {spec['kind']!r} are not known; use a newer release")
-    except KeyError as error:
-        raise FormatError(f"{name}: the weight's description lacks {error}") from error
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
-    if isinstance(w, QuantWeight) and not (torch.isfinite(w.scale).all() and torch.isfinite(w.zero).all()):
-        raise FormatError(f"{name}: scale or zero is NaN or infinite; the source weight is damaged, convert it again")
+    if w.K != spec["K"] or w.N != spec["N"]:
+        raise FormatError(f"{name} is K={w.K}, N={w.N}; its description says K={spec['K']}, N={spec['N']}")
     return w
 
 
-def _metadata(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    tokenizer = None if checkpoint.tokenizer is None else checkpoint.tokenizer.settings()
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+def _check_finite(name: str, w: LinearWeight) -> None:
+    """Extremes instead of `isfinite`, which would need memory of the tensor's own size."""
+    for parameter in (w.scale, w.zero) if isinstance(w, QuantWeight) else ():
+        low, high = parameter.aminmax()
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise FormatError(f"{name}: scale or zero is NaN or infinite; the source is damaged, convert it again")
+
+
+def _metadata(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     fields = {
         "model": checkpoint.config.to_dict(),
         "weights": {name: _spec(w) for name, w in checkpoint.weights.items()},
-        "tokenizer": tokenizer,
+        "tokenizer": None if checkpoint.tokenizer is None else checkpoint.tokenizer.settings(),
         "source": dict(checkpoint.source),
-        "checksums": {
-            name: _digest(names[t.dtype], list(t.shape), [t.reshape(-1).view(torch.uint8).numpy().data])
-            for name, t in tensors.items()
-        },
+        "checksums": {name: _digest(_dtype_name(name, t), list(t.shape), [_bytes(t)]) for name, t in tensors.items()},
     }
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
-    metadata |= {key: json.dumps(value, ensure_ascii=False, sort_keys=True) for key, value in fields.items()}
+    metadata |= {key: json.dumps(fields[key], ensure_ascii=False, sort_keys=True) for key in _FIELDS}
     return metadata | {"metadata_sha256": _metadata_digest(metadata)}
+
+
+def _save(path: Path, metadata: dict[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Large elements first, so that every tensor lies at a multiple of its element size without gaps."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name in order:
+        t = tensors[name]
+        end = begin + t.nbytes
+        header[name] = {"dtype": _DTYPE_NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            f.write(_bytes(tensors[name]))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _bytes(t: torch.Tensor) -> memoryview:
+    return t.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _dtype_name(name: str, t: torch.Tensor) -> str:
+    if t.dtype not in _DTYPE_NAMES:
+        raise FormatError(f"{name} is {t.dtype}; a file holds uint8, float16, bfloat16 and float32, cast it first")
+    return _DTYPE_NAMES[t.dtype]
 
 
 def _metadata_digest(metadata: dict[str, str]) -> str:
@@ -202,31 +236,81 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         raise InputError(f"{path} is {'a folder' if path.is_dir() else 'not there'}; give a .tinyloop file")
     size = path.stat().st_size
     with open(path, "rb") as f:
-        start = f.read(8)
-        if kind := _foreign(start):
+        start = f.read(9)
+        # The first eight bytes are a length, which may spell any magic; only a safetensors file goes on with a brace.
+        if start[8:] != b"{" and (kind := _foreign(start)):
             raise FormatError(f"{path} is {kind}, not a .tinyloop file; convert it with: tinyloop import")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > size - 8:
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 9 or length > size - 8:
             raise FormatError(f"{path} ({size} bytes) is truncated or not a .tinyloop file; copy it again")
-        try:
-            header = json.loads(f.read(length))
-            end = max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
-        except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"{path}: the header is damaged ({error}); copy the file again") from error
-    if 8 + length + end != size:
-        raise FormatError(f"{path} has {size} bytes, its header says {8 + length + end}; truncated, copy it again")
+        f.seek(8)
+        text = f.read(length)
+    try:
+        header = json.loads(text)
+        end = max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        total = 8 + length + end
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path}: the header is damaged ({error}); copy the file again") from error
+    if total != size:
+        raise FormatError(f"{path} has {size} bytes, its header says {total}; truncated or damaged, copy it again")
     return header, 8 + length
 
 
+def _table(header: dict[str, Any], base: int) -> dict[str, tuple[str, list[int], int, int]]:
+    """The header's tensors in file order; refuses gaps, overlaps and sizes that do not fit dtype and shape."""
+    table, offset = {}, 0
+    for name, t in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (begin, end) = t["dtype"], t["shape"], t["data_offsets"]
+        if dtype not in _DTYPES or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise FormatError(f"tensor {name} is {dtype} {shape}; a file holds {', '.join(_DTYPES)} of whole sizes")
+        if begin != offset or end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
+            raise FormatError(f"tensor {name}, {dtype} {shape}, cannot lie at bytes {begin} to {end}; copy it again")
+        table[name] = (dtype, list(shape), base + begin, base + end)
+        offset = end
+    return table
+
+
 def _foreign(start: bytes) -> str | None:
-    kinds = {b"GGUF": "a GGUF file", b"PK\x03\x04": "a zip archive or PyTorch pickle", b"\x80\x02": "a pickle"}
+    kinds = {b"GGUF": "a GGUF file", b"PK\x03\x04": "a zip archive or PyTorch pickle"}
+    kinds |= {bytes((0x80, protocol)): "a pickle" for protocol in range(2, 6)}
     return next((kind for magic, kind in kinds.items() if start.startswith(magic)), None)
 
 
+def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise FormatError(f"{path} is a safetensors file, but not a .tinyloop file; convert it with: tinyloop import")
+    if metadata.get("format_version") != str(FORMAT_VERSION):
+        raise FormatError(
+            f"{path} has format version {metadata.get('format_version')}; this release reads version {FORMAT_VERSION}; "
+            "import the model again, or use the release that wrote it"
+        )
+    if metadata.get("metadata_sha256") != _metadata_digest(metadata):
+        raise FormatError(f"{path}: the metadata does not match its checksum; the file is damaged, copy it again")
+    if odd := sorted(metadata.keys() ^ {"format", "format_version", "metadata_sha256", *_FIELDS}):
+        raise FormatError(f"{path}: metadata key {odd[0]} is missing or not of version {FORMAT_VERSION}")
+
+
+def _check_names(about: Description) -> None:
+    """Every tensor has a checksum and a place in the description, and the other way round."""
+    wanted = set(about.config.norm_shapes())
+    if about.tokenizer is not None:
+        wanted.add(TOKENIZER_TENSOR)
+    for name, spec in about.weights.items():
+        if spec["kind"] not in _SPEC_KEYS:
+            raise FormatError(f"{name}: weights of kind {spec['kind']!r} are not known; use a newer release")
+        if odd := sorted(spec.keys() ^ _SPEC_KEYS[spec["kind"]]):
+            raise FormatError(f"{name}: {odd[0]} is missing in the weight's description or not of this version")
+        if odd := [key for key in ("K", "N", "bits", "group_size") if type(spec.get(key, 0)) is not int]:
+            raise FormatError(f"{name}: {odd[0]}={spec[odd[0]]!r} must be a whole number")
+        parts = ("weight",) if spec["kind"] == "dense" else ("q", "scale", "zero")
+        wanted |= {f"{name}.{part}" for part in parts} | {f"{name}.bias"} & about.tensors.keys()
+    if missing := sorted((wanted | about.checksums.keys()) - about.tensors.keys()):
+        raise FormatError(f"tensor {missing[0]} is missing; the file is incomplete")
+    if extra := sorted(about.tensors.keys() - (wanted & about.checksums.keys())):
+        raise FormatError(f"tensor {extra[0]} has no checksum or no place in the description; convert the model again")
+
+
 def _verify(path: Path, about: Description, progress: Progress | None) -> None:
-    if about.tensors.keys() != about.checksums.keys():
-        odd = sorted(about.tensors.keys() ^ about.checksums.keys())
-        raise FormatError(f"{path}: tensor {odd[0]} is missing or has no checksum; the file is incomplete")
     done, total = 0, sum(end - begin for _, _, begin, end in about.tensors.values())
     with open(path, "rb") as f:
         for name, (dtype, shape, begin, end) in about.tensors.items():
