@@ -36,10 +36,9 @@ class TokenizerData:
 
     @staticmethod
     def from_settings(json: str, values: dict[str, Any]) -> TokenizerData:
-        try:
-            return TokenizerData(json=json, **{**values, "eos": tuple(values["eos"])})
-        except (TypeError, KeyError) as error:
-            raise FormatError(f"tokenizer settings are not of this format version: {error}") from error
+        if odd := sorted({f.name for f in dataclasses.fields(TokenizerData)} - {"json"} ^ values.keys()):
+            raise FormatError(f"tokenizer key {odd[0]} is missing or unknown to this version; import the model again")
+        return TokenizerData(json=json, **{**values, "eos": tuple(values["eos"])})
 
 
 class Tokenizer:

@@ -1,0 +1,198 @@
+"""docs/format.md against the writer: its tables, its example, and a reader written from the page alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint
+from tinyloop import container
+from tinyloop.checkpoint import Checkpoint
+from tinyloop.weight import QuantWeight
+
+PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text("utf-8")
+
+
+def table(section: str, first: str) -> list[list[str]]:
+    """Rows of the table under a heading whose first header cell is `first`; backticks removed."""
+    body = re.split(r"^##+ ", PAGE.split(f"# {section}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+    lines = body.split(f"| {first} |", 1)[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def column(section: str, first: str) -> list[str]:
+    return [row[0] for row in table(section, first)]
+
+
+@dataclasses.dataclass
+class Raw:
+    metadata: dict[str, str]
+    tensors: dict[str, tuple[str, list[int], bytes]]
+
+    def json(self, key: str) -> Any:
+        return json.loads(self.metadata[key])
+
+
+def read_raw(path: Path) -> Raw:
+    """Sections "Container" and "Checksums" of the page, word for word."""
+    data = path.read_bytes()
+    (H,) = struct.unpack("<Q", data[:8])
+    assert data[8:9] == b"{"
+    assert H % 8 == 0
+    header = json.loads(data[8 : 8 + H].decode("utf-8"))
+    metadata = header.pop("__metadata__")
+    lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata) if key != "metadata_sha256")
+    assert metadata["metadata_sha256"] == hashlib.sha256(lines.encode("utf-8")).hexdigest()
+    tensors, offset = {}, 0
+    for name, t in header.items():
+        begin, end = t["data_offsets"]
+        assert begin == offset
+        offset = end
+        tensors[name] = (t["dtype"], t["shape"], data[8 + H + begin : 8 + H + end])
+        line = f"{t['dtype']} [{', '.join(map(str, t['shape']))}]\n".encode()
+        assert json.loads(metadata["checksums"])[name] == hashlib.sha256(line + tensors[name][2]).hexdigest()
+    assert 8 + H + offset == len(data)
+    return Raw(metadata, tensors)
+
+
+def array(raw: Raw, name: str) -> np.ndarray[Any, Any]:
+    dtype, shape, data = raw.tensors[name]
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(data, {"U8": "u1", "F16": "<f2", "F32": "<f4"}[dtype]).reshape(shape)
+
+
+def weight(raw: Raw, name: str) -> np.ndarray[Any, Any]:
+    """Section "Tensors": W [K, N] in fp32."""
+    spec = raw.json("weights")[name]
+    if spec["kind"] == "dense":
+        return array(raw, f"{name}.weight").astype(np.float32).T
+    q = array(raw, f"{name}.q")
+    if spec["bits"] == 4:
+        both = np.empty((2 * q.shape[0], q.shape[1]), np.uint8)
+        both[0::2], both[1::2] = q & 15, q >> 4
+        assert not both[spec["K"] :].any()
+        q = both[: spec["K"]]
+    g = np.arange(spec["K"]) // spec["group_size"]
+    scale, zero = (array(raw, f"{name}.{part}").astype(np.float32)[g] for part in ("scale", "zero"))
+    return q.astype(np.float32) * scale + zero
+
+
+def with_every_tensor() -> Checkpoint:
+    """Affine weights of 4 and 8 bits, odd K, a dense one, biases, norms of every kind, a tokenizer."""
+    checkpoint = tiny_checkpoint(segments=LOOPED, bias=True, qk_norm=True, tied=False, hidden=36, intermediate=51)
+    weights = dict(checkpoint.weights)
+    weights["embed"] = random_quant_weight(36, 272, 20, seed=1, bits=8, integer_zero=True)
+    weights["head"] = tiny_checkpoint(quantized=False, tied=False, hidden=36, dtype=torch.bfloat16).weights["head"]
+    return dataclasses.replace(checkpoint, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Raw]:
+    checkpoint = with_every_tensor()
+    return checkpoint, read_raw(container.write(checkpoint, tmp_path_factory.mktemp("doc") / "m.tinyloop"))
+
+
+def test_metadata_keys_are_those_of_the_page(written: tuple[Checkpoint, Raw]) -> None:
+    raw = written[1]
+    rows = table("Metadata", "key")
+    assert sorted(raw.metadata) == sorted(row[0] for row in rows)
+    for key, kind, value in rows:
+        if kind == "JSON":
+            json.loads(raw.metadata[key])
+        elif key != "metadata_sha256":
+            assert raw.metadata[key] == value
+
+
+def test_inner_keys_are_those_of_the_page(written: tuple[Checkpoint, Raw]) -> None:
+    raw = written[1]
+    model = raw.json("model")
+    rows = {row[0]: row[1] for row in table("`model`", "key")}
+    assert sorted(model) == sorted(rows)
+    for key, values in (("segments", model["segments"][0]), ("rope", model["rope"])):
+        named = re.search(r"\{(.*)\}", rows[key])
+        assert named
+        assert sorted(values) == sorted(re.findall(r'"(\w+)"', named[1]))
+    assert sorted(raw.json("tokenizer")) == sorted(column("`tokenizer`", "key"))
+    kinds = {row[0]: sorted(row[1].split(", ")) for row in table("`weights`", "kind")}
+    for name, spec in raw.json("weights").items():
+        assert sorted(spec) == kinds[spec["kind"]], name
+    assert {spec["kind"] for spec in raw.json("weights").values()} == kinds.keys()
+
+
+def test_weight_names_are_those_of_the_page(written: tuple[Checkpoint, Raw]) -> None:
+    text = PAGE.split("### `weights`\n", 1)[1].split("|", 1)[0]
+    listed = [n for n in re.findall(r"`([\w.]+)`", text) if n in ("embed", "head") or n.startswith("layers.i.")]
+    assert {re.sub(r"\.\d+\.", ".i.", name) for name in written[0].weights} == set(listed)
+
+
+def test_tensors_are_those_of_the_page(written: tuple[Checkpoint, Raw]) -> None:
+    """Each written tensor matches one row in name, dtype and shape, and no row goes unused."""
+    raw, config = written[1], written[0].config
+    unused = {tuple(row) for row in table("Tensors", "tensor")}
+    rows = list(unused)
+    for name, (dtype, shape, data) in raw.tensors.items():
+        owner = name.rsplit(".", 1)[0]
+        spec = raw.json("weights").get(owner)
+        pattern = name.replace(owner, "{weight}") if spec else re.sub(r"\.\d+\.", ".i.", name)
+        kind = f"{spec['kind']}, {spec['bits']} bits" if spec and pattern.endswith(".q") else ""
+        (row,) = [r for r in rows if r[0] == pattern and kind in r[1]]
+        sizes = {"D": config.hidden_size, "head_dim": config.head_dim, "bytes": len(data)} | (spec or {})
+        if spec and spec["kind"] == "affine":
+            sizes |= {"⌈K/2⌉": -(-spec["K"] // 2), "⌈K/G⌉": -(-spec["K"] // spec["group_size"])}
+        wanted = [sizes[part] for part in row[3].split("]")[0].strip("[ ").split(", ")]
+        assert shape == wanted, name
+        allowed = row[2] if row[2] != "as scale" else raw.tensors[f"{owner}.scale"][0]
+        assert dtype in allowed, name
+        unused.discard(row)
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        with_every_tensor,
+        lambda: tiny_checkpoint(segments=PLAIN, group=64),
+        lambda: tiny_checkpoint(quantized=False, dtype=torch.float16),
+    ],
+)
+def test_reader_written_from_the_page_agrees(tmp_path: Path, build: Callable[[], Checkpoint]) -> None:
+    checkpoint = build()
+    raw = read_raw(container.write(checkpoint, tmp_path / "m.tinyloop"))
+    for name, w in checkpoint.weights.items():
+        assert np.array_equal(weight(raw, name), w.dequantize().numpy()), name
+        if w.bias is not None:
+            assert np.array_equal(array(raw, f"{name}.bias"), w.bias.numpy()), name
+    for name, norm in checkpoint.norms.items():
+        assert np.array_equal(array(raw, name), norm.numpy()), name
+    assert checkpoint.tokenizer is not None
+    assert raw.tensors["tokenizer.json"][2].decode("utf-8") == checkpoint.tokenizer.json
+    segments_read = [(s["name"], s["layers"], s["repeats"]) for s in raw.json("model")["segments"]]
+    assert segments_read == [dataclasses.astuple(s) for s in checkpoint.config.segments]
+
+
+def test_example_is_what_the_code_makes() -> None:
+    values = {row[0]: [float(cell) for cell in row[1:]] for row in table("Example", "row")}
+    q = torch.tensor([values[f"q[{k}]"] for k in range(3)]).to(torch.uint8)
+    scale, zero = (torch.tensor([values[f"{part}[{g}]"] for g in range(2)]) for part in ("scale", "zero"))
+    w = QuantWeight.from_codes(q, scale, zero, 2)
+    assert w.dequantize().tolist() == [values[f"W[{k}]"] for k in range(3)]
+    tensors = {"example.q": w.packed, "example.scale": w.scale, "example.zero": w.zero}
+    names = {torch.uint8: "U8", torch.float16: "F16"}
+    for name, shown, octets in table("Example", "tensor"):
+        t = tensors.pop(name)
+        assert shown == f"{names[t.dtype]} {list(t.shape)}"
+        assert octets == t.numpy().tobytes().hex(" ")
+    assert not tensors
+    (checksum,) = re.findall(r"`([0-9a-f]{64})`", PAGE)
+    assert checksum == hashlib.sha256(b"U8 [2, 2]\n" + w.packed.numpy().tobytes()).hexdigest()
