@@ -1,3 +1,53 @@
-"""TinyLoop: 4-bit asymmetric language models, looped and ordinary, from file to perplexity and text."""
+"""TinyLoop: 4-bit asymmetric language models, looped and ordinary, from file to perplexity and text.
+
+import tinyloop as tl
+
+    model = tl.load("model.tinyloop")
+    model.score("Some text.").perplexity
+    for piece in model.generate("Once upon a time", max_tokens=50): print(piece, end="")
+"""
+
+from __future__ import annotations
+
+from .checkpoint import Checkpoint
+from .config import ModelConfig, Rope, Segment
+from .container import Description
+from .container import describe as inspect
+from .container import write as save
+from .dispatch import Machine, Plan, Problem, plan
+from .errors import FormatError, InputError, NumericalError, TinyLoopError, UnsupportedError
+from .loading import import_model, load
+from .model import KVCache, Model
+from .ops import quant_gemm
+from .pack import PackedWeight, pack
+from .weight import DenseWeight, QuantWeight
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "DenseWeight",
+    "Description",
+    "FormatError",
+    "InputError",
+    "KVCache",
+    "Machine",
+    "Model",
+    "ModelConfig",
+    "NumericalError",
+    "PackedWeight",
+    "Plan",
+    "Problem",
+    "QuantWeight",
+    "Rope",
+    "Segment",
+    "TinyLoopError",
+    "UnsupportedError",
+    "import_model",
+    "inspect",
+    "load",
+    "pack",
+    "plan",
+    "quant_gemm",
+    "save",
+]

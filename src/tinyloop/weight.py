@@ -90,10 +90,11 @@ class QuantWeight:
         slab = max(1, (1 << 21) // max(1, self.N))  # rows per slab
         for k in range(0, self.K, slab):
             end = min(self.K, k + slab)
-            W[k:end] = self._dequantize_rows(k, end)
+            W[k:end] = self.rows(k, end)
         return W
 
-    def _dequantize_rows(self, k: int, end: int) -> Tensor:  # fp32 [end − k, N]
+    def rows(self, k: int, end: int) -> Tensor:  # fp32 [end − k, N]
+        """Rows k..end−1 of W, exact as `dequantize`."""
         group = torch.arange(k, end) // self.group_size
         if self.bits == 8:
             codes = self.packed[k:end]

@@ -1,0 +1,155 @@
+"""Which kernel computes a product, and why not the others: a pure function from `Problem` to `Plan`.
+
+Nothing here touches a tensor or a device. A kernel is a row of `CPU_KERNELS`: a name, what it is, and one predicate
+that returns the reason for refusing a problem, or None. The first row that does not refuse is the plan; the reasons of
+those before it travel with it, so that `explain` can print them.
+
+The order and the limits in M are measured (docs/log.md, 2026-11-29; two cores, AVX-512 with bf16), within one run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+# Up to this many rows the panel kernel wins: it reads 4 bits a weight and decodes once for 4 rows.
+PANEL_ROWS = 4
+# Up to this many rows torch's int4 op beats making a dense weight for one product.
+INT4PACK_ROWS = 24
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the kernels need to know of the CPU and of the installed packages."""
+
+    numba: bool  # the panel kernels can be compiled
+    int4pack: bool  # torch has its int4 product for this CPU
+    bf16: bool  # the CPU multiplies bf16 in hardware
+    memory: int  # bytes of physical memory
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product `y[M, N] = x[M, K] @ W`. dtype is x's and y's."""
+
+    M: int
+    N: int
+    K: int
+    G: int
+    bits: int  # 4, 8, or 16 and 32 for dense weights
+    dtype: torch.dtype
+    packed: bool = True  # device layouts may be derived and kept (false for a bare QuantWeight)
+    cached: bool = False  # a dense copy is kept
+    exact: bool = False  # fp32 arithmetic whatever dtype is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel chosen, why it, and why each one before it in order was refused."""
+
+    kernel: str
+    why: str
+    refused: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    about: str
+    refuses: Callable[[Problem, Machine], str | None]
+
+
+@functools.cache
+def machine() -> Machine:
+    """This machine, looked at once, at first use."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    bf16 = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    int4pack = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and capability in ("AVX512", "AVX2")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+    return Machine(numba=find_spec("numba") is not None, int4pack=int4pack, bf16=bf16, memory=memory)
+
+
+def default_dtype(m: Machine | None = None) -> torch.dtype:
+    """bf16 where the CPU multiplies it in hardware, else fp32."""
+    return torch.bfloat16 if (m or machine()).bf16 else torch.float32
+
+
+def _panel(p: Problem, m: Machine) -> str | None:
+    if p.bits not in (4, 8):
+        return f"the weight is dense ({p.bits} bits)"
+    if not m.numba:
+        return "numba is not installed: pip install 'tinyloop[cpu]'"
+    if not p.packed:
+        return "the weight is not packed; pack it once with tinyloop.pack"
+    if p.M > PANEL_ROWS:
+        return f"M={p.M} > {PANEL_ROWS}: the dense product's arithmetic is faster"
+    return None
+
+
+def _int4pack(p: Problem, m: Machine) -> str | None:
+    if p.bits != 4:
+        return f"the weight has {p.bits} bits"
+    if not m.int4pack:
+        return "this torch or CPU lacks the op"
+    if p.dtype != torch.bfloat16 or p.exact:
+        return f"activations are {_name(p.dtype)}{', exact' if p.exact else ''}; the op is fast in bfloat16 only"
+    if not p.packed:
+        return "the weight is not packed; pack it once with tinyloop.pack"
+    if p.G not in (32, 64, 128, 256) and p.G != p.K:
+        return f"group size {p.G} is none of 32, 64, 128, 256, K"
+    if p.N % 16 or p.K % (p.G if p.G != p.K else 32):
+        return f"N={p.N} is not a multiple of 16, or K={p.K} not one of the group"
+    if p.M > INT4PACK_ROWS:
+        return f"M={p.M} > {INT4PACK_ROWS}: the dense product's arithmetic is faster"
+    if p.cached and p.M > PANEL_ROWS:
+        return "the dense copy is kept anyway"
+    return None
+
+
+def _dense_cache(p: Problem, m: Machine) -> str | None:
+    if p.exact and p.dtype != torch.float32:
+        return f"exact asked for, the copy would be {_name(p.dtype)}"
+    if p.dtype == torch.float16:
+        return "activations are float16, which this CPU does not multiply"
+    if not p.cached:
+        return "no dense copy is kept (memory budget, or a bare weight)"
+    return None
+
+
+def _dense(p: Problem, m: Machine) -> str | None:
+    if p.exact or p.dtype != torch.bfloat16:
+        return f"activations are {_name(p.dtype)}{', exact' if p.exact else ''}; native is as fast"
+    if not m.bf16:
+        return "this CPU has no bf16 arithmetic"
+    return None
+
+
+CPU_KERNELS = (
+    Kernel("panel", "exact fp32 product on 4- or 8-bit panels, compiled by LLVM", _panel),
+    Kernel("int4pack", "torch's int4 product, bf16 activations", _int4pack),
+    Kernel("dense_cache", "dense product on a dequantised copy that is kept", _dense_cache),
+    Kernel("dense", "dense bf16 product on a dequantised copy made for this call", _dense),
+    Kernel("native", "fp32 product, dequantised slab by slab: any shape, any dtype, little memory", lambda p, m: None),
+)
+
+
+def plan(problem: Problem, on: Machine | None = None) -> Plan:
+    """The first kernel that does not refuse, and the refusals before it."""
+    on = on or machine()
+    refused: list[tuple[str, str]] = []
+    for kernel in CPU_KERNELS:
+        reason = kernel.refuses(problem, on)
+        if reason is None:
+            return Plan(kernel.name, kernel.about, tuple(refused))
+        refused.append((kernel.name, reason))
+    raise AssertionError("native refuses nothing")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

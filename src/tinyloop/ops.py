@@ -1,0 +1,85 @@
+"""The one linear operation: `quant_gemm(x, w)` makes the `Problem`, asks for a `Plan`, and runs it.
+
+Activations of any float dtype and of 1 to 4 (or more) dimensions come back in their own dtype and shape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from .dispatch import Plan, Problem, plan
+from .errors import InputError
+from .pack import PackedWeight, dense_product
+from .weight import DenseWeight, LinearWeight, QuantWeight
+
+Tensor = torch.Tensor
+
+calls: Counter[str] = Counter()
+"""Products since the last `calls.clear()`, by kernel."""
+
+_SLAB = 1 << 22  # weights that `native` dequantises at a time: 16 MB of fp32
+
+
+def quant_gemm(
+    x: Tensor,  # fp32 | bf16 | fp16 [..., K]
+    w: PackedWeight | LinearWeight,
+    exact: bool = False,
+) -> Tensor:  # x's dtype [..., N]
+    """`x @ W + bias` with `W = q·scale + zero`.
+
+    A `PackedWeight` (see `pack`) keeps the layouts that make repeated products fast; a bare weight keeps nothing.
+    `exact` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device.
+    """
+    packed = w if isinstance(w, PackedWeight) else PackedWeight(w)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"x is {x.dtype}; activations are float32, bfloat16 or float16: cast it first")
+    if x.device.type != "cpu":
+        raise InputError(f"x is on {x.device}, the weight on cpu; move one of them")
+    if x.dim() < 1 or x.shape[-1] != packed.weight.K:
+        raise InputError(f"x has shape {list(x.shape)}; its last dimension must be K={packed.weight.K}")
+    x2 = x.reshape(-1, packed.weight.K)
+    y = _run(x2, packed, problem(packed, x2.shape[0], x.dtype, exact, bare=w is not packed))
+    return y.reshape(*x.shape[:-1], packed.weight.N)
+
+
+def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, bare: bool = False) -> Problem:
+    """The problem that M rows of `dtype` pose to this weight."""
+    weight = w.weight
+    if isinstance(weight, DenseWeight):
+        G, bits = weight.K, 8 * weight.weight.element_size()
+    else:
+        G, bits = weight.group_size, weight.bits
+    return Problem(M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact)
+
+
+def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
+    if p.M == 0:
+        return x.new_empty(0, p.N)
+    chosen: Plan = plan(p)
+    calls[chosen.kernel] += 1
+    if chosen.kernel == "panel":
+        from .cpu.decode import panel_product
+
+        return panel_product(x, w.panel()).to(x.dtype)
+    if chosen.kernel == "int4pack":
+        codes, params = w.int4()
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, w.int4_group, params)
+        bias = w.bias(x.dtype)
+        return y if bias is None else y.add_(bias)
+    if chosen.kernel in ("dense_cache", "dense"):
+        return dense_product(x.contiguous(), w.dense(x.dtype, chosen.kernel == "dense_cache"), w.bias(x.dtype))
+    return _native(x, w.weight).to(x.dtype)
+
+
+def _native(x: Tensor, w: LinearWeight) -> Tensor:  # → fp32 [M, N]
+    """fp32 throughout; the sum over K goes slab by slab, so that extra memory is 16 MB and the result."""
+    y = torch.zeros(x.shape[0], w.N)
+    G = w.group_size if isinstance(w, QuantWeight) else 1
+    step = max(1, _SLAB // (w.N * G)) * G
+    for k in range(0, w.K, step):
+        end = min(w.K, k + step)
+        rows = w.rows(k, end) if isinstance(w, QuantWeight) else w.weight[:, k:end].float().t()
+        y.addmm_(x[:, k:end].float(), rows)
+    return y if w.bias is None else y.add_(w.bias.float())

@@ -1,0 +1,121 @@
+"""`QuantWeight` → `PackedWeight`: the same weight with the layouts that kernels read, each derived at first use.
+
+A layout is never stored in a file and never the only copy. What exists is a matter of what the plans asked for, so a
+model that only scores holds dense copies, and one that only decodes holds panels; `layouts` says what and how large.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dispatch import machine
+from .weight import DenseWeight, LinearWeight, QuantWeight
+
+Tensor = torch.Tensor
+
+
+class PackedWeight:
+    """A linear weight and its derived layouts. `keep_dense` allows a dense copy to be kept (memory for speed)."""
+
+    def __init__(self, weight: LinearWeight, keep_dense: bool = False):
+        self.weight = weight
+        self.keep_dense = keep_dense or isinstance(weight, DenseWeight)
+        self._panel: Any = None
+        self._int4: tuple[Tensor, Tensor] | None = None
+        self._dense: dict[torch.dtype, Tensor] = {}
+        self._bias: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def layouts(self) -> dict[str, int]:
+        """Derived layouts that exist now, in bytes."""
+        sizes = {
+            f"dense {str(d).removeprefix('torch.')}": self.weight.K * self.weight.N * d.itemsize for d in self._dense
+        }
+        if self._panel is not None:
+            sizes["panel"] = self._panel.data.nbytes
+        if self._int4 is not None:
+            sizes["int4pack"] = sum(t.nbytes for t in self._int4)
+        return sizes
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        if self.weight.bias is None:
+            return None
+        if dtype not in self._bias:
+            self._bias[dtype] = self.weight.bias.to(dtype)
+        return self._bias[dtype]
+
+    def panel(self) -> Any:
+        """The layout of the CPU kernels, see cpu/panel.py."""
+        if self._panel is None:
+            from .cpu import panel
+
+            assert isinstance(self.weight, QuantWeight)
+            self._panel = panel.build(self.weight)
+        return self._panel
+
+    def int4(self) -> tuple[Tensor, Tensor]:
+        """(codes, parameters bf16 [K/G, N, 2]) in the order of torch's op, whose formula is (q − 8)·scale + δ."""
+        if self._int4 is None:
+            w = self.weight
+            assert isinstance(w, QuantWeight)
+            codes = w.codes().t().to(torch.int32).contiguous()
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            scale, zero = w.scale.float(), w.zero.float()
+            params = torch.stack((scale, zero + 8 * scale), dim=-1).to(torch.bfloat16)
+            self._int4 = packed, params.repeat_interleave(self.int4_group_repeat, 0).contiguous()
+        return self._int4
+
+    @property
+    def int4_group(self) -> int:
+        """Group size handed to torch's op; one group over K is repeated in groups of 32."""
+        w = self.weight
+        assert isinstance(w, QuantWeight)
+        return w.group_size if w.group_size in (32, 64, 128, 256) else 32
+
+    @property
+    def int4_group_repeat(self) -> int:
+        w = self.weight
+        assert isinstance(w, QuantWeight)
+        return 1 if w.group_size in (32, 64, 128, 256) else w.K // 32
+
+    def dense(self, dtype: torch.dtype, keep: bool) -> Tensor:
+        """W as `dense_product` takes it: reordered for oneDNN when kept, [N, K] otherwise."""
+        if dtype in self._dense:
+            return self._dense[dtype]
+        w = self.weight
+        W = w.weight.to(dtype) if isinstance(w, DenseWeight) else w.dequantize(dtype).t()
+        if keep:
+            self._dense[dtype] = W = _reorder(W.contiguous())
+        return W
+
+    def drop_dense(self) -> None:
+        """Give dense copies back to the system."""
+        self._dense.clear()
+
+
+def pack(weight: LinearWeight, keep_dense: bool = False) -> PackedWeight:
+    """Allow layouts to be derived from `weight` and kept: what `quant_gemm` wants for repeated products."""
+    return PackedWeight(weight, keep_dense)
+
+
+def _reorder(W: Tensor) -> Tensor:
+    """oneDNN's blocked order, where this torch offers it: saves a reordering in every product (17 % at M = 128)."""
+    if not _has_reorder(W.dtype):
+        return W
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(W, None)
+    return reordered
+
+
+def _has_reorder(dtype: torch.dtype) -> bool:
+    offered = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
+    return offered and (dtype == torch.float32 or (dtype == torch.bfloat16 and machine().bf16))
+
+
+def dense_product(x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:  # x [M, K], W from PackedWeight.dense → [M, N]
+    """`x @ Wᵀ + bias` with either form of W."""
+    if W.is_mkldnn:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, W, bias, "none", [], "")
+        return y
+    return torch.nn.functional.linear(x, W, bias)
