@@ -74,7 +74,8 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool 
     except OSError as error:
         raise InputError(f"{target} could not be written: {error}; nothing was left behind") from error
     finally:
-        partial.unlink(missing_ok=True)
+        if partial.exists():  # unlink alone would fail on a read-only disk, where there is nothing to remove
+            partial.unlink()
     return target
 
 
@@ -249,6 +250,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         header = json.loads(text)
         end = max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
         total = 8 + length + end
+        if not isinstance(header.get("__metadata__", {}), dict):
+            raise ValueError("its metadata is no object")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{path}: the header is damaged ({error}); copy the file again") from error
     if total != size:
