@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tinyloop.checkpoint import Checkpoint
@@ -125,3 +128,17 @@ def _byte_tokens() -> dict[str, int]:
 def ids_of(text: str) -> list[int]:
     """What `tiny_tokenizer` makes of a text without special tokens."""
     return [BYTE_0 + b for b in text.encode()]
+
+
+def tracked_files() -> list[str]:
+    """What git tracks, as paths from the root; skips the test in an unpacked sdist, or where git is not installed."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("not a git checkout: the list of files comes from git")
+    # A checkout that belongs to another user, as in a container, is as good for listing names.
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        pytest.skip("git is not installed: the list of files comes from git")
+    return [name for name in listed.split("\0")[:-1] if (root / name).is_file()]

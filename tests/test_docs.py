@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers import tracked_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,10 +19,7 @@ KINDS = (".py", ".md", ".toml", ".cu", ".cuh", ".sh")
 @pytest.fixture(scope="module")
 def tree() -> set[str]:
     """Tracked files and their folders, folders with a slash at the end."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: the tree is what git tracks")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = {name for name in listed.split("\0")[:-1] if (ROOT / name).exists()}
+    files = set(tracked_files())
     return files | {f"{parent}/" for name in files for parent in list(Path(name).parents)[:-1]}
 
 

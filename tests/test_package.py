@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import tracked_files
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -24,20 +26,13 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def tracked() -> list[str]:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: the list of files comes from git")
-    names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")[:-1]
-    return [name for name in names if (ROOT / name).is_file()]
-
-
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sdist, and the wheel built from that sdist, so that a file missing in it shows."""
     for module in ("build", "hatchling"):
         pytest.importorskip(module, reason=f"{module} is in the extra dev")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in tracked():
+    for name in tracked_files():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, source / name)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, cwd=source)
@@ -57,7 +52,7 @@ def test_wheel_holds_the_package_and_no_more(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {name for name in names if not name.startswith("tinyloop-")}
-    assert code == {name.removeprefix("src/") for name in tracked() if name.startswith("src/tinyloop/")}
+    assert code == {name.removeprefix("src/") for name in tracked_files() if name.startswith("src/tinyloop/")}
     assert "tinyloop/py.typed" in code
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
@@ -66,7 +61,7 @@ def test_sdist_holds_everything_to_test_and_build(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    assert names - {"PKG-INFO"} == {name for name in tracked() if not name.startswith(".ci/")} | {".gitignore"}
+    assert names - {"PKG-INFO"} == {name for name in tracked_files() if not name.startswith(".ci/")} | {".gitignore"}
 
 
 def test_installed_wheel_imports(installed: Path) -> None:
