@@ -14,6 +14,7 @@ import torch
 
 from tinyloop.errors import FormatError, InputError, UnsupportedError
 from tinyloop.importers import import_model
+from tinyloop.importers.gguf_tokenizer import _PRE, read_tokenizer
 from tinyloop.rope import resolve
 from tinyloop.tokenizer import Tokenizer
 from tinyloop.weight import DenseWeight, QuantWeight
@@ -288,11 +289,51 @@ def test_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_text_is_cut_as_the_file_names_it(pre: str, pieces: list[str]) -> None:
-    from tinyloop.importers.gguf_tokenizer import _PRE
-
     text = "a 12345'S\r\n\nx"
     cut = [text[a:b] for _, (a, b) in _PRE[pre][0].pre_tokenize_str(text)]
     assert cut == pieces
+
+
+def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
+    """Bytes, single characters, and pieces of which "ab" has a better score than "bc"."""
+    pieces = ["▁", "a", "b", "c", "ab", "bc", "▁ab"]
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -1.0, -2.0, -3.0]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
+    fields = {"model": "llama", "tokens": texts, "scores": scores, "token_type": kinds, "bos_token_id": 1,
+              "eos_token_id": 2, "unknown_token_id": 0} | changes  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def test_sentencepiece_merges_by_score_and_falls_back_to_bytes() -> None:
+    fields = sentencepiece_fields()
+    data, notes = read_tokenizer(fields, 300)
+    assert data is not None
+    assert (data.bos, data.eos, data.add_bos, notes) == (1, (2,), True, [])
+    tokenizer, texts = Tokenizer(data), fields["tokenizer.ggml.tokens"]
+
+    def pieces(text: str) -> list[str]:
+        return [texts[i] for i in tokenizer.encode(text)]
+
+    assert pieces("ab") == ["<s>", "▁ab"]
+    assert pieces("cbc") == ["<s>", "▁", "c", "bc"]
+    assert pieces("cabc") == ["<s>", "▁", "c", "ab", "c"]
+    assert pieces("bc é</s>") == ["<s>", "▁", "bc", "▁", "<0xC3>", "<0xA9>", "</s>"]
+    assert tokenizer.decode(tokenizer.encode(" abc  é")) == " abc  é"
+    plain, _ = read_tokenizer(sentencepiece_fields(add_space_prefix=False, add_bos_token=False), 300)
+    assert plain is not None
+    assert [texts[i] for i in Tokenizer(plain).encode("ab")] == ["ab"]
+
+
+def test_sentencepiece_refusals() -> None:
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.remove_extra_whitespaces is set"):
+        read_tokenizer(sentencepiece_fields(remove_extra_whitespaces=True), 300)
+    with pytest.raises(FormatError, match="266 tokens, 0 scores and 266 types"):
+        read_tokenizer(sentencepiece_fields(scores=[]), 300)
+    with pytest.raises(FormatError, match="has 1 tokens twice"):
+        read_tokenizer(sentencepiece_fields(tokens=["a"] * 2, scores=[0.0] * 2, token_type=[1] * 2), 300)
+    with pytest.raises(FormatError, match="266 tokens of 266 types for an embedding of 100 rows"):
+        read_tokenizer(sentencepiece_fields(), 100)
 
 
 def replacing(key: str, add: Callable[[Any], None]) -> Callable[[Any], None]:

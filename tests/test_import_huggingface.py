@@ -391,6 +391,7 @@ def test_tokenizer(tmp_path: Path) -> None:
     assert settings(folder, bos_token="<s>", add_bos_token=True).add_bos
     assert settings(folder, bos_token=None, eos_token="<end>").bos is None
     (folder / "generation_config.json").unlink()
+    assert settings(folder, eos_token="</s>").eos == (2, 1)
     assert settings(folder, eos_token="<end>").eos == (2,)
     (folder / "chat_template.jinja").write_text("from the file")
     assert settings(folder, chat_template="from the settings").chat_template == "from the file"
