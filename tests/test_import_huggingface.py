@@ -323,6 +323,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"vocab_size": ...}, FormatError, r"config\.json lacks vocab_size"),
     ({"model_type": "mistral", "num_key_value_heads": ...}, FormatError, "lacks num_key_value_heads"),
     ({"num_hidden_layers": 2.5}, FormatError, "num_hidden_layers=2.5; it must be a whole number"),
+    ({"num_attention_heads": 0}, FormatError, "num_attention_heads=0; it must be a whole number"),
+    ({"rms_norm_eps": "1e-5"}, FormatError, "rms_norm_eps='1e-5'; it must be a number"),
     ({"hidden_size": 30}, FormatError, "hidden_size=30 is not a multiple of num_attention_heads=4"),
     ({"rope_scaling": {"type": "longrope"}}, UnsupportedError, "rope_type='longrope' is not supported"),
     ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}, FormatError,

@@ -55,9 +55,9 @@ class _Part:
     rows: Array  # [N, bytes or K]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _File:
-    """Tensors of the file, and what has been met so far."""
+    """The tensors of the file that were not taken yet, and a count of what was dequantised; both change on the way."""
 
     path: Path
     tensors: dict[str, Any]  # name → gguf.ReaderTensor, those not yet taken

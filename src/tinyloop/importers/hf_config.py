@@ -81,7 +81,9 @@ def model_config(values: Values) -> tuple[ModelConfig, list[str]]:
         missing.append("num_key_value_heads")
     if missing:
         raise FormatError(f"config.json lacks {missing[0]}; the file is incomplete")
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    if not isinstance(values["rms_norm_eps"], (int, float)):
+        raise FormatError(f"config.json has rms_norm_eps={values['rms_norm_eps']!r}; it must be a number")
+    heads, hidden = _count(values, "num_attention_heads"), _count(values, "hidden_size")
     segments = _segments(values, kind)
     head_dim = _head_dim(values, kind)
     windows = _windows(values, kind, sum(s.layers for s in segments), notes)
