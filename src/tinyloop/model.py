@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from . import dispatch
+from . import dispatch, layers
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import InputError
@@ -68,8 +68,10 @@ class Model:
         self.source = dict(checkpoint.source)
         self.tokenizer = None if checkpoint.tokenizer is None else Tokenizer(checkpoint.tokenizer)
         self.weights = {name: PackedWeight(w) for name, w in checkpoint.weights.items()}
-        self.norms = dict(checkpoint.norms)
+        self.norms = {n: t.to(torch.float32, copy=True) for n, t in checkpoint.norms.items()}  # aligned, out of the map
         self._linear = linear
+        self._ops = between(self.dtype)
+        self._attention = [self._attention_of(i) for i in range(self.config.num_layers)]
         self._inv_freq = torch.tensor(self.config.rope.inv_freq)
         self._decoder: tuple[KVCache, object] | None = None
         keep_dense(self, dispatch.machine().memory // CACHE_SHARE if budget is None else budget)
@@ -91,7 +93,7 @@ class Model:
         )
 
     def embed(self, tokens: Tensor) -> Tensor:  # int64 [...] → fp32 [..., D]
-        return self.weights["embed"].weight.columns(tokens)
+        return self.weights["embed"].weight.columns(tokens).contiguous()
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # int64 [...] → cos, sin fp32 [..., rotated/2]
         angle = positions.float()[..., None] * self._inv_freq
@@ -109,18 +111,20 @@ class Model:
         self._check(tokens, config, cache)
         start = torch.zeros(B, dtype=torch.int64) if cache is None else torch.from_numpy(cache.lengths.copy())
         positions = start[:, None] + torch.arange(T)  # [B, T]
-        rope = tuple(t[:, None].to(torch.float32) for t in self.rope(positions))  # [B, 1, T, r]
-        x = self.embed(tokens)  # fp32 [B, T, D]
+        rope = self.rope(positions)
+        x, y = self.embed(tokens), None  # fp32 [B, T, D], and what is still to be added to it
         for slot, (layer, _) in enumerate(config.applications()):
-            window = config.sliding_window[layer] if config.sliding_window else None
-            h = self._norm(x, f"layers.{layer}.attn_norm")
-            x = x + self._attention(h, layer, slot, positions, rope, window, cache).float()
-            h = self._norm(x, f"layers.{layer}.mlp_norm")
+            kv = None if cache is None else (cache.k[slot], cache.v[slot])
+            h = self._norm(x, y, f"layers.{layer}.attn_norm")
+            h = self._ops.attention(
+                self._apply(h, f"layers.{layer}.attn_qkv"), self._attention[layer], rope, positions, kv
+            )
+            h = self._norm(x, self._apply(h, f"layers.{layer}.attn_out"), f"layers.{layer}.mlp_norm")
             gate, up = self._apply(h, f"layers.{layer}.mlp_gate"), self._apply(h, f"layers.{layer}.mlp_up")
-            x = x + self._apply(F.silu(gate, inplace=True).mul_(up), f"layers.{layer}.mlp_down").float()
+            y = self._apply(self._ops.swiglu(gate, up), f"layers.{layer}.mlp_down")
         if cache is not None:
             cache.lengths += T
-        return self._norm(x, "final_norm")
+        return self._norm(x, y, "final_norm")
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:  # [..., D] → fp32 [..., V]
@@ -173,28 +177,25 @@ class Model:
     def _apply(self, x: Tensor, name: str) -> Tensor:
         return self._linear(x, self.weights[name])
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.norms[name].float()
-        return F.rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps).to(self.dtype)
+    def _norm(self, x: Tensor, y: Tensor | None, name: str) -> Tensor:
+        normed: Tensor = self._ops.add_norm(x, y, self.norms[name], self.config.rms_norm_eps, self.dtype)
+        return normed
 
-    def _attention(
-        self, h: Tensor, layer: int, slot: int, positions: Tensor, rope: tuple[Tensor, ...], window: int | None,
-        cache: KVCache | None,
-    ) -> Tensor:  # fmt: skip
-        c, (B, T, _) = self.config, h.shape
-        H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        qkv = self._apply(h, f"layers.{layer}.attn_qkv").view(B, T, H + 2 * HKV, D).transpose(1, 2)  # [B, ·, T, D]
-        q, k, v = torch.split(qkv, [H, HKV, HKV], dim=1)
-        if c.qk_norm:
-            q, k = self._norm(q, f"layers.{layer}.q_norm"), self._norm(k, f"layers.{layer}.k_norm")
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        if cache is not None:
-            k, v = append(cache, slot, positions, k, v)
-        mask = attention_mask(positions, k.shape[2], window)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=H != HKV
-        )
-        return self._apply(y.transpose(1, 2).reshape(B, T, H * D), f"layers.{layer}.attn_out")
+    def _attention_of(self, layer: int) -> layers.Attention:
+        c = self.config
+        window = c.sliding_window[layer] if c.sliding_window else None
+        q, k = (self.norms[f"layers.{layer}.{n}"] if c.qk_norm else None for n in ("q_norm", "k_norm"))
+        return layers.Attention(c.num_attention_heads, c.num_key_value_heads, c.head_dim, window, c.rms_norm_eps, q, k)
+
+
+def between(dtype: torch.dtype) -> ModuleType:
+    """The module that computes what lies between the products: compiled for bf16 where the CPU has it, else torch."""
+    if dtype == torch.bfloat16 and dispatch.machine().numba:
+        from .cpu import rows
+
+        if rows.available:
+            return rows
+    return layers
 
 
 def keep_dense(model: Model, budget: int) -> None:
@@ -215,34 +216,3 @@ def keep_dense(model: Model, budget: int) -> None:
         if size <= budget:
             w.keep_dense = True
             budget -= size
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x [B, H, T, D]; cos, sin [B, 1, T, r], 2r ≤ D
-    """RoPE, rotate-half layout, on the first 2r channels of each head; angles and products in fp32."""
-    r = cos.shape[-1]
-    a, b, rest = x[..., :r].float(), x[..., r : 2 * r].float(), x[..., 2 * r :]
-    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
-
-
-def append(cache: KVCache, slot: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Store keys and values [B, HKV, T, D] at their rows' positions; returns all that any row may see."""
-    for b in range(cache.batch):
-        first, end = int(positions[b, 0]), int(positions[b, -1]) + 1
-        cache.k[slot, b, :, first:end] = k[b]
-        cache.v[slot, b, :, first:end] = v[b]
-    longest = int(positions[:, -1].max()) + 1
-    return cache.k[slot, :, :, :longest], cache.v[slot, :, :, :longest]
-
-
-def attention_mask(positions: Tensor, keys: int, window: int | None) -> Tensor | None:  # bool [B, 1, T, keys]
-    """Key j is seen from position i when i − window < j ≤ i. None where plain causal attention says the same."""
-    T = positions.shape[1]
-    if keys == T and (window is None or window >= T):
-        return None
-    if T == 1 and (window is None or window >= keys) and bool((positions == keys - 1).all()):
-        return None
-    j, i = torch.arange(keys), positions[:, :, None]
-    seen = j <= i
-    if window is not None:
-        seen &= j > i - window
-    return seen[:, None]

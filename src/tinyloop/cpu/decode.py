@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import kernels
+from . import kernels, simd
 from .panel import TILE, Panel
-from .team import team
+from .team import run, threads
 
 if TYPE_CHECKING:
     from ..model import KVCache, Model
@@ -37,14 +37,13 @@ def panel_product(x: torch.Tensor, panel: Panel) -> torch.Tensor:  # any float [
     M = x.shape[0]
     rows = np.ascontiguousarray(x.float().numpy())
     y = np.empty((M, panel.tiles * TILE), np.float32)
-    together = team() if panel.K * panel.N >= _SMALL_PRODUCT else None
-    T = together.T if together else 1
+    T = threads() if panel.K * panel.N >= _SMALL_PRODUCT else 1
     pairs, sums = _prepared(T, M, panel)
     args = (np.array(panel.describe(), np.int64), rows, y, pairs, sums)
-    if together:
-        together.run(kernels.product, args, syncs=1)
+    if T > 1:
+        run(kernels.product, *args)
     else:
-        kernels.product_alone(*args)
+        kernels.product(0, 1, *args, 0)
     return torch.from_numpy(y)[:, : panel.N]
 
 
@@ -58,6 +57,8 @@ def refusal(model: Model) -> str | None:
     """Why this model cannot take the fused step, or None."""
     from ..weight import QuantWeight
 
+    if model.config.head_dim % simd.LANES:
+        return f"head_dim={model.config.head_dim} is not a multiple of {simd.LANES}"
     for name, w in model.weights.items():
         if name != "embed" and not isinstance(w.weight, QuantWeight):
             return f"{name} is dense"
@@ -71,7 +72,7 @@ class FusedDecoder:
     """The decode step of one model for one KV cache."""
 
     def __init__(self, model: Model, cache: KVCache):
-        self._team = team()
+        self._threads = threads()
         self._model, self._cache = model, cache
         config = model.config
         layers = [[model.weights[f"layers.{i}.{n}"].panel() for n in _LINEARS] for i in range(config.num_layers)]
@@ -86,7 +87,7 @@ class FusedDecoder:
         L = config.num_layers
 
         def norms(name: str) -> np.ndarray:
-            stack = [model.norms[f"layers.{i}.{name}"].float().numpy() for i in range(L)]
+            stack = [model.norms[f"layers.{i}.{name}"].numpy() for i in range(L)]
             return np.ascontiguousarray(np.stack(stack))
 
         none = np.empty((0, config.head_dim), np.float32)
@@ -98,14 +99,14 @@ class FusedDecoder:
             order=np.array([layer for layer, _ in self._cache.config.applications()], np.int64),
             windows=np.array([w or 0 for w in windows], np.int64),
             attn_norm=norms("attn_norm"), mlp_norm=norms("mlp_norm"),
-            final_norm=model.norms["final_norm"].float().numpy(),
+            final_norm=model.norms["final_norm"].numpy(),
             q_norm=norms("q_norm") if config.qk_norm else none, k_norm=norms("k_norm") if config.qk_norm else none,
             cos=np.ascontiguousarray(cos.numpy()), sin=np.ascontiguousarray(sin.numpy()),
             heads=config.num_attention_heads, eps=np.float32(config.rms_norm_eps),
         )  # fmt: skip
 
     def _buffers(self, layers: list[list[Panel]], head: Panel) -> Any:
-        config, B, T = self._model.config, self._cache.batch, self._team.T
+        config, B, T = self._model.config, self._cache.batch, self._threads
         qkv, out, gate, _, down = (max(row[i].tiles for row in layers) * TILE for i in range(5))
         heads = config.num_attention_heads * config.head_dim
         pairs, sums = _prepared(T, B, head, *(p for row in layers for p in row))
@@ -117,17 +118,17 @@ class FusedDecoder:
             hidden=zeros(B, config.hidden_size), positions=np.zeros(B, np.int64), qkv=zeros(B, qkv),
             gate=zeros(B, gate), up=zeros(B, gate), out=zeros(B, max(out, down)), logits=zeros(B, head.tiles * TILE),
             normed=zeros(T, B, max(config.hidden_size, heads)), pairs=pairs, sums=sums, query=zeros(T, heads),
-            key=zeros(config.head_dim), scores=zeros(T, self._cache.capacity),
+            key=zeros(config.head_dim), scores=zeros(T, self._cache.capacity + simd.LANES),
             parts=zeros(B, T, config.num_attention_heads, config.head_dim + 2),
         )  # fmt: skip
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:  # int64 [B] → fp32 [B, V]
         """Logits after one more token per row. The result is overwritten by the next step."""
+        if threads() != self._threads:
+            self._threads, self._scratch = threads(), self._buffers(*self._keep)
         self._scratch.hidden[:] = self._model.embed(tokens).numpy()
         self._scratch.positions[:] = self._cache.lengths
-        blocks = len(self._weights.order)
-        syncs = kernels.SYNCS_PER_BLOCK * blocks + kernels.SYNCS_PER_STEP
-        self._team.run(kernels.decode_step, (self._weights, self._scratch, self._k, self._v), syncs)
+        run(kernels.decode_step, self._weights, self._scratch, self._k, self._v)
         self._cache.lengths += 1
         return torch.from_numpy(self._scratch.logits)[:, : self._model.config.vocab_size]
 

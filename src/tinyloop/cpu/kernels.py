@@ -15,13 +15,15 @@ Each thread prepares the activation for itself: a norm over D elements is cheape
 from __future__ import annotations
 
 import os
+from collections import namedtuple
 from enum import IntEnum
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from . import simd
+from .jit import jit
 from .panel import TILE
 
 
@@ -46,7 +48,7 @@ if os.name == "posix":
     _yield = types.ExternalFunction("sched_yield", types.int32())
 else:
 
-    @njit(cache=True, nogil=True)
+    @jit
     def _yield():
         return 0
 
@@ -81,9 +83,9 @@ def _store_overload(array, i, value):
     return store
 
 
-@njit(cache=True, nogil=True)
+@jit
 def sync(counter, target):
-    """Wait until all threads have arrived: `counter` is an address, `target` its value once they have."""
+    """Wait until all threads have arrived: `counter` is an address, `target` its value by then."""
     simd.atomic_add(counter, 1)
     spins = 0
     while simd.atomic_load(counter) < target:
@@ -93,13 +95,13 @@ def sync(counter, target):
             _yield()
 
 
-@njit(cache=True, nogil=True)
+@jit
 def share(count, t, T):
     """Begin and end of thread t's part of `count` things."""
     return count * t // T, count * (t + 1) // T
 
 
-@njit(cache=True, nogil=True)
+@jit
 def prepare(w, x, pairs, sums):
     """Activation [K] → what `group_dot` reads: `pairs`, each group padded to whole byte rows, and the group sums."""
     K, G, rows = w[_K], w[_GROUP_SIZE], w[_ROWS]
@@ -122,7 +124,7 @@ def prepare(w, x, pairs, sums):
             pairs[at + 2 * i + 1] = x1
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _dot(w, record, x, x_stride, sums, sum_stride, y, y_stride, four):
     """One group of one tile for one row of x, or for four."""
     if w[_BITS] == 4:
@@ -146,7 +148,7 @@ def _dot(w, record, x, x_stride, sums, sum_stride, y, y_stride, four):
         simd.dot8_full_1(record, w[_ROWS], x, x_stride, sums, sum_stride, y, y_stride)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def matvec(w, pairs, sums, y, first, end):
     """`y[m, tile columns] = x @ W + bias` for tiles first..end−1. The order of sums does not depend on M or on threads.
 
@@ -180,28 +182,16 @@ def matvec(w, pairs, sums, y, first, end):
                     y[m, n] += bias
 
 
-@njit(cache=True, nogil=True)
-def _product(t, T, w, x, y, pairs, sums):
+@jit
+def product(t, T, w, x, y, pairs, sums, counter):
+    """`y = x @ W + bias` on a team. x fp32 [M, K]; pairs, sums: scratch [T, M, ·]; y fp32 [M, ≥ tiles·32]."""
     for m in range(x.shape[0]):
         prepare(w, x[m], pairs[t, m], sums[t, m])
     first, end = share(w[_TILES], t, T)
     matvec(w, pairs[t], sums[t], y, first, end)
 
 
-@njit(cache=True, nogil=True)
-def product(t, T, w, x, y, pairs, sums, counter, arrivals):
-    """`y = x @ W + bias` on a team. x fp32 [M, K]; pairs, sums: scratch [T, M, ·]; y fp32 [M, ≥ tiles·32]."""
-    _product(t, T, w, x, y, pairs, sums)
-    sync(counter, arrivals + T)
-
-
-@njit(cache=True, nogil=True)
-def product_alone(w, x, y, pairs, sums):
-    """`product` on the calling thread."""
-    _product(0, 1, w, x, y, pairs, sums)
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@jit(fastmath=_FAST)
 def rms_norm(x, weight, eps, out):
     """`x / sqrt(mean(x²) + eps) · weight` over one row."""
     total = np.float32(0.0)
@@ -212,7 +202,7 @@ def rms_norm(x, weight, eps, out):
         out[i] = x[i] * factor * weight[i]
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@jit(fastmath=_FAST)
 def rotate(head, cos, sin):
     """RoPE on one head, rotate-half layout, in place; cos and sin cover the rotated part."""
     half = cos.shape[0]
@@ -222,59 +212,39 @@ def rotate(head, cos, sin):
         head[half + i] = b * cos[i] + a * sin[i]
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST, inline="always")
-def _exp(x):
-    """e^x in fp32, relative error 2e-7, for loops that LLVM shall vectorise (libm's exp is a call per element).
-
-    2^t = 2^n · 2^f with f in [−½, ½]: 2^f by its series, 2^n by the exponent bits. Clamped to the normal range.
-    """
-    t = min(max(x * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(127.0))
-    n = np.floor(t + np.float32(0.5))
-    f = (t - n) * np.float32(0.6931471805599453)
-    p = np.float32(1 / 5040)
-    p = p * f + np.float32(1 / 720)
-    p = p * f + np.float32(1 / 120)
-    p = p * f + np.float32(1 / 24)
-    p = p * f + np.float32(1 / 6)
-    p = p * f + np.float32(0.5)
-    p = p * f + np.float32(1.0)
-    p = p * f + np.float32(1.0)
-    return p * simd.power_of_two(np.int32(n))
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def swiglu(gate, up, first, end):
-    """gate ← silu(gate) · up on columns first..end−1."""
-    for i in range(first, end):
-        gate[i] = gate[i] / (np.float32(1.0) + _exp(-gate[i])) * up[i]
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@jit(fastmath=_FAST)
 def attend(q, k, v, scores, part):
-    """One query head over keys k [n, head_dim]: part = [Σ e·v (head_dim values), Σ e, largest score]."""
+    """One query head over keys k [n, head_dim]: part = [Σ e·v (head_dim values), Σ e, largest score].
+
+    head_dim is a multiple of 16; scores has room for n + 15.
+    """
     n, head_dim = k.shape
+    part[head_dim] = 0.0
+    if n == 0:
+        return
     factor = np.float32(1.0) / np.sqrt(np.float32(head_dim))
     top = np.float32(-3.0e38)
     for p in range(n):
-        total = np.float32(0.0)
-        for d in range(head_dim):
-            total += q[d] * _to_f32(k[p, d])
-        scores[p] = total * factor
-        top = max(top, scores[p])
-    total = np.float32(0.0)
-    for p in range(n):
-        scores[p] = _exp(scores[p] - top)
-        total += scores[p]
-    for d in range(head_dim):
-        part[d] = 0.0
-    for p in range(n):
-        weight = scores[p]
-        for d in range(head_dim):
-            part[d] += weight * _to_f32(v[p, d])
+        score = simd.dot_row(q.ctypes.data, k.ctypes.data + p * k.strides[0], head_dim // simd.LANES, k) * factor
+        scores[p] = score
+        top = max(top, score)
+    vectors = (n + simd.LANES - 1) // simd.LANES
+    for p in range(n, vectors * simd.LANES):
+        scores[p] = np.float32(-3.0e38)
+    total = simd.exp_row(scores.ctypes.data, vectors, top, scores.ctypes.data, scores)
+    d = 0
+    while d < head_dim:
+        values, out = v.ctypes.data + d * v.itemsize, part.ctypes.data + d * 4
+        if d + 4 * simd.LANES <= head_dim:
+            simd.weighted_rows_4(scores.ctypes.data, values, n, v.strides[0], out, v)
+            d += 4 * simd.LANES
+        else:
+            simd.weighted_rows_1(scores.ctypes.data, values, n, v.strides[0], out, v)
+            d += simd.LANES
     part[head_dim], part[head_dim + 1] = total, top
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@jit(fastmath=_FAST)
 def merge(parts, head, out):
     """The threads' parts [T, H, head_dim + 2] of one head → its output. A sum of 0 marks a thread without keys."""
     head_dim = out.shape[0]
@@ -294,7 +264,7 @@ def merge(parts, head, out):
         out[d] /= total
 
 
-@njit(cache=True, nogil=True)
+@jit
 def attention(t, T, b, layer, k, v, W, S):
     """Row b over this thread's share of keys; the last thread first appends. k, v [KV heads, P, head_dim]."""
     H, HKV, D = W.heads, k.shape[0], k.shape[2]
@@ -326,7 +296,7 @@ def attention(t, T, b, layer, k, v, W, S):
             attend(query[h * D : (h + 1) * D], k[g, first:end], v[g, first:end], S.scores[t], S.parts[b, t, h])
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _normed_product(t, T, w, norm, W, S, y):
     """This thread's columns of `rms_norm(hidden) @ w`."""
     for b in range(S.hidden.shape[0]):
@@ -336,7 +306,7 @@ def _normed_product(t, T, w, norm, W, S, y):
     matvec(w, S.pairs[t], S.sums[t], y, first, end)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _add_product(t, T, w, x, S):
     """hidden += x @ w, on this thread's columns."""
     for b in range(x.shape[0]):
@@ -348,13 +318,13 @@ def _add_product(t, T, w, x, S):
             S.hidden[b, n] += S.out[b, n]
 
 
-@njit(cache=True, nogil=True)
-def decode_step(t, T, W, S, k, v, counter, arrivals):
+@jit
+def decode_step(t, T, W, S, k, v, counter):
     """S.hidden (embeddings [B, D]) → S.logits [B, ≥ V]; appends one key and value per block application.
 
-    k, v [applications, B, KV heads, P, head_dim], bf16 as uint16 or fp32. `counter` is the address of the team's
-    barrier and `arrivals` its value before this step.
+    k, v [applications, B, KV heads, P, head_dim], bf16 as uint16 or fp32.
     """
+    arrivals = 0
     B, head_dim = S.hidden.shape[0], k.shape[4]
     for a in range(W.order.shape[0]):
         layer = W.order[a]
@@ -376,14 +346,156 @@ def decode_step(t, T, W, S, k, v, counter, arrivals):
         _normed_product(t, T, w[_UP], W.mlp_norm[layer], W, S, S.up)
         first, end = share(w[_GATE, _TILES], t, T)
         for b in range(B):
-            swiglu(S.gate[b], S.up[b], first * TILE, end * TILE)
+            offset = first * TILE * 4
+            vectors = (end - first) * (TILE // simd.LANES)
+            if vectors:
+                simd.swiglu_row(S.gate[b].ctypes.data + offset, S.up[b].ctypes.data + offset, vectors, S.gate)
         arrivals += T
         sync(counter, arrivals)
         _add_product(t, T, w[_DOWN], S.gate, S)
         arrivals += T
         sync(counter, arrivals)
     _normed_product(t, T, W.head, W.final_norm, W, S, S.logits)
-    sync(counter, arrivals + T)
 
 
-SYNCS_PER_BLOCK, SYNCS_PER_STEP = 5, 1
+# ── many rows ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+KEY_TILE = simd.TILE_VECTORS * simd.LANES
+QUERY_ROWS = 8 * simd.TILE_ROWS
+
+Given = namedtuple("Given", "qkv cos sin q_norm k_norm eps start window heads")
+Space = namedtuple("Space", "keys values queries scores weights sums totals head")
+
+
+@jit(fastmath=_FAST)
+def add_norm_rows(t, T, x, y, out, add, weight, eps, counter):
+    """Rows of x (fp32) += y (bf16) if `add`; out (bf16) = RMSNorm(x)·weight."""
+    first, end = share(x.shape[0], t, T)
+    D = weight.shape[0]
+    for m in range(first, end):
+        total = np.float32(0.0)
+        if add:
+            for i in range(D):
+                x[m, i] += simd.bf16_to_f32(y[m, i])
+        for i in range(D):
+            total += x[m, i] * x[m, i]
+        factor = np.float32(1.0) / np.sqrt(total / np.float32(D) + eps)
+        for i in range(D):
+            out[m, i] = simd.f32_to_bf16(x[m, i] * factor * weight[i])
+
+
+@jit
+def swiglu_flat(t, T, gate, up, counter):
+    """gate ← silu(gate)·up over flat arrays of a multiple of 16 elements."""
+    first, end = share(gate.shape[0] // simd.LANES, t, T)
+    if end > first:
+        offset = first * simd.LANES * gate.itemsize
+        simd.swiglu_row(gate.ctypes.data + offset, up.ctypes.data + offset, end - first, gate)
+
+
+@jit
+def attention_rows(t, T, A, k, v, out, S, counter):
+    """Causal attention of the rows in A.qkv, whose positions begin at A.start. k, v [KV heads, P, D] take their keys.
+
+    out [rows, heads·D]; all bf16 as uint16. S.scores and S.weights are as wide as the keys, in whole tiles.
+    """
+    rows, H, D = A.qkv.shape[0], A.heads, k.shape[2]
+    first, end = share(rows, t, T)
+    for m in range(first, end):
+        _rotate_row(A, m, k, v, S.head[t])
+    sync(counter, T)
+    tiles = S.keys.shape[1]
+    first, end = share(k.shape[0] * tiles, t, T)
+    for i in range(first, end):
+        _pack_tile(k[i // tiles], v[i // tiles], A.start + rows, i % tiles, S.keys[i // tiles], S.values[i // tiles])
+    sync(counter, 2 * T)
+    blocks = (rows + QUERY_ROWS - 1) // QUERY_ROWS
+    while True:  # the longest blocks first, whoever is free takes the next
+        item = simd.atomic_add(counter + 8, 1)
+        if item >= blocks * H:
+            break
+        _attend_block(A, item % H, blocks - 1 - item // H, t, D, k.shape[0], S, out)
+
+
+@jit
+def _rotate_row(A, m, k, v, head):
+    """Norm and RoPE on one row: queries stay in qkv, scaled by 1/√D; the key and the value go to their slot."""
+    H, (HKV, _, D) = A.heads, k.shape
+    factor = np.float32(1.0) / np.sqrt(np.float32(D))
+    row = A.qkv[m]
+    for h in range(H + HKV):
+        for d in range(D):
+            head[d] = simd.bf16_to_f32(row[h * D + d])
+        norm = A.q_norm if h < H else A.k_norm
+        if norm.shape[0]:
+            rms_norm(head, norm, A.eps, head)
+        rotate(head, A.cos[m], A.sin[m])
+        if h < H:
+            for d in range(D):
+                row[h * D + d] = simd.f32_to_bf16(head[d] * factor)
+        else:
+            for d in range(D):
+                k[h - H, A.start + m, d] = simd.f32_to_bf16(head[d])
+    for g in range(HKV):
+        v[g, A.start + m, :] = row[(H + HKV + g) * D : (H + HKV + g + 1) * D]
+
+
+@jit
+def _pack_tile(k, v, count, tile, keys, values):
+    """Keys and values tile·64 … +63 of [P, D] → pairs; beyond `count` zeros."""
+    D = k.shape[1]
+    for j in range(KEY_TILE):
+        p = tile * KEY_TILE + j
+        for d in range(D // 2):
+            word = np.uint32(0)
+            if p < count:
+                word = np.uint32(k[p, 2 * d]) | np.uint32(k[p, 2 * d + 1]) << np.uint32(16)
+            keys[tile, d, j] = word
+    for j in range(KEY_TILE // 2):
+        p = tile * KEY_TILE + 2 * j
+        for d in range(D):
+            low = np.uint32(v[p, d]) if p < count else np.uint32(0)
+            high = np.uint32(v[p + 1, d]) if p + 1 < count else np.uint32(0)
+            values[tile * (KEY_TILE // 2) + j, d] = low | high << np.uint32(16)
+
+
+@jit
+def _attend_block(A, h, block, t, D, HKV, S, out):
+    """48 queries of head h, all their keys."""
+    first = block * QUERY_ROWS
+    rows = min(QUERY_ROWS, A.qkv.shape[0] - first)
+    for r in range(QUERY_ROWS):
+        for d in range(D):
+            S.queries[t, r, d] = A.qkv[first + r, h * D + d] if r < rows else np.uint16(0)
+    g = h // (A.heads // HKV)
+    low = max(0, A.start + first + 1 - A.window) // KEY_TILE if A.window else 0
+    tiles = (A.start + first + rows + KEY_TILE - 1) // KEY_TILE - low
+    q, scores, weights, sums = S.queries[t], S.scores[t], S.weights[t], S.sums[t]
+    for tile in range(tiles):
+        for r in range(0, rows, simd.TILE_ROWS):
+            simd.dot_tile(q[r].ctypes.data, q.strides[0], S.keys[g, low + tile].ctypes.data, KEY_TILE * 4, D // 2,
+                          scores[r].ctypes.data + tile * KEY_TILE * 4, scores.strides[0])  # fmt: skip
+    for r in range(rows):
+        end = A.start + first + r + 1 - low * KEY_TILE
+        begin = max(0, end - A.window) if A.window else 0
+        S.totals[t, r] = _softmax(scores[r], begin, end, tiles * KEY_TILE, weights[r])
+    for c in range(0, D, KEY_TILE):
+        right = S.values[g, low * (KEY_TILE // 2)].ctypes.data + c * 4
+        for r in range(0, rows, simd.TILE_ROWS):
+            simd.dot_tile(weights[r].ctypes.data, weights.strides[0], right, D * 4, tiles * (KEY_TILE // 2),
+                          sums[r].ctypes.data, sums.strides[0])  # fmt: skip
+        for r in range(rows):
+            factor = np.float32(1.0) / S.totals[t, r]
+            for d in range(KEY_TILE):
+                out[first + r, h * D + c + d] = simd.f32_to_bf16(sums[r, d] * factor)
+
+
+@jit
+def _softmax(scores, begin, end, width, weights):
+    """weights (bf16) = e^(score − top) on begin..end−1, 0 elsewhere below `width`; returns their unrounded sum."""
+    for i in range(begin):
+        scores[i] = np.float32(-3.0e38)
+    for i in range(end, width):
+        scores[i] = np.float32(-3.0e38)
+    top = simd.largest(scores.ctypes.data, width // simd.LANES)
+    return simd.exp_row(scores.ctypes.data, width // simd.LANES, top, weights.ctypes.data, weights)

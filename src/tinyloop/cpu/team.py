@@ -1,59 +1,93 @@
-"""A team of threads that run one compiled function together: `run` calls `function(t, T, *args)` on each.
+"""Run one compiled function on several threads at once: `run` calls `function(t, T, *args)` on each of them.
 
-The caller is thread 0; the others are Python threads that hold no lock while they compute. They wait in a queue between
-calls, which costs 20–60 µs a call, so a call should be worth a millisecond: a whole decode step, or a large product.
-The count is torch's, and torch's own threads sleep meanwhile: two pools that compute at once would share the cores.
+Torch computes on a pool of OpenMP threads, which spin for milliseconds after each operation. A second pool beside it
+would fight it for the cores, so the team *is* that pool: the function enters through `GOMP_parallel` of the OpenMP
+runtime that torch has loaded (20 µs a call, from Python). Where torch brings another runtime, plain threads serve.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
+import functools
+import signal
 import threading
-from collections.abc import Callable
-from queue import SimpleQueue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-
-class Team:
-    """T threads with a barrier counter (see kernels.sync). One call at a time: `run` takes a lock."""
-
-    def __init__(self, threads: int):
-        self.T = threads
-        self.pid = os.getpid()
-        self._counter = np.zeros(8, np.int64)  # a cache line of its own
-        self._arrivals = 0
-        self._lock = threading.Lock()
-        self._queues: list[SimpleQueue[Callable[[], None]]] = [SimpleQueue() for _ in range(threads - 1)]
-        for queue in self._queues:
-            threading.Thread(target=_work, args=(queue,), daemon=True, name="tinyloop-team").start()
-
-    def run(self, function: Callable[..., None], args: tuple[Any, ...], syncs: int) -> None:
-        """Call `function(t, T, *args, counter, arrivals)` on every thread; it must pass the barrier `syncs` times, the
-        last time as its last act, so that the caller returns when all have finished."""
-        with self._lock:
-            tail = (*args, self._counter.ctypes.data, self._arrivals)
-            for t, queue in enumerate(self._queues, 1):
-                queue.put(lambda t=t: function(t, self.T, *tail))  # type: ignore[misc]
-            function(0, self.T, *tail)
-            self._arrivals += syncs * self.T
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _work(queue: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        queue.get()()
+def threads() -> int:
+    """Size of the team: torch's."""
+    return torch.get_num_threads()
 
 
-_team: Team | None = None
-_making = threading.Lock()
+def run(function: Callable[..., None], *args: Any) -> None:
+    """Call `function(t, T, *args, counter)` on T threads and return when all have returned.
+
+    `function` is compiled, releases the GIL and raises nothing; `counter` is the address of a barrier for this call
+    (kernels.sync). An interrupt from the keyboard is held back until the call is over, because a thread that never
+    starts would leave the others at the barrier.
+    """
+    T = threads()
+    barrier = np.zeros(8, np.int64)
+    call = (*args, barrier.ctypes.data)
+    with _uninterrupted():
+        if T == 1:
+            function(0, 1, *call)
+        elif openmp := _openmp():
+            errors: list[BaseException] = []
+            member = _CALLBACK(lambda _: _member(openmp, function, call, errors))
+            openmp.GOMP_parallel(member, None, T, 0)
+            if errors:
+                raise errors[0]
+        else:
+            _plain(function, call, T)
 
 
-def team() -> Team:
-    """The process's team, remade after a fork or when torch's thread count has changed."""
-    global _team
-    with _making:
-        if _team is None or _team.T != torch.get_num_threads() or _team.pid != os.getpid():
-            _team = Team(torch.get_num_threads())
-        return _team
+def _member(openmp: Any, function: Callable[..., None], call: tuple[Any, ...], errors: list[BaseException]) -> None:
+    """One thread's part. Errors can only arise before the compiled code runs, on every thread alike."""
+    try:
+        function(openmp.omp_get_thread_num(), openmp.omp_get_num_threads(), *call)
+    except BaseException as error:  # carried to the caller: nothing may unwind through the runtime  # noqa: BLE001
+        errors.append(error)
+
+
+def _plain(function: Callable[..., None], call: tuple[Any, ...], T: int) -> None:
+    others = [threading.Thread(target=function, args=(t, T, *call)) for t in range(1, T)]
+    for thread in others:
+        thread.start()
+    function(0, T, *call)
+    for thread in others:
+        thread.join()
+
+
+@functools.cache
+def _openmp() -> Any:
+    """The OpenMP runtime in this process, or None where it is not one that can be entered by name."""
+    try:
+        library = ctypes.CDLL(None)
+        entries = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads
+    except (OSError, AttributeError, TypeError):
+        return None
+    return library if all(entries) else None
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C inside is delivered at the end. Only the main thread receives it, so others need no guard."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    caught: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught and callable(before):
+            before(*caught[0])
