@@ -17,10 +17,9 @@ from importlib.util import find_spec
 
 import torch
 
-# Up to this many rows the panel kernel wins: it reads 4 bits a weight and decodes once for 4 rows.
-PANEL_ROWS = 4
-# Up to this many rows torch's int4 op beats making a dense weight for one product.
-INT4PACK_ROWS = 24
+# Rows up to which the panel kernel, which decodes 4-bit weights once for four rows, beats the dense product: on a kept
+# bf16 copy, on a kept fp32 copy (half the arithmetic rate), and on a bf16 copy made for this call alone.
+PANEL_ROWS, PANEL_ROWS_FP32, PANEL_ROWS_UNKEPT = 4, 12, 24
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,16 @@ def _panel(p: Problem, m: Machine) -> str | None:
         return "numba is not installed: pip install 'tinyloop[cpu]'"
     if not p.packed:
         return "the weight is not packed; pack it once with tinyloop.pack"
-    if p.M > PANEL_ROWS:
-        return f"M={p.M} > {PANEL_ROWS}: the dense product's arithmetic is faster"
+    if p.M > (limit := _few_rows(p)):
+        return f"M={p.M} > {limit}: the dense product's arithmetic is faster"
     return None
+
+
+def _few_rows(p: Problem) -> int:
+    """Rows up to which reading 4 bits a weight pays more than dense arithmetic."""
+    if p.dtype != torch.bfloat16 or p.exact:
+        return PANEL_ROWS_FP32
+    return PANEL_ROWS if p.cached else PANEL_ROWS_UNKEPT
 
 
 def _int4pack(p: Problem, m: Machine) -> str | None:
@@ -105,10 +111,8 @@ def _int4pack(p: Problem, m: Machine) -> str | None:
         return f"group size {p.G} is none of 32, 64, 128, 256, K"
     if p.N % 16 or p.K % (p.G if p.G != p.K else 32):
         return f"N={p.N} is not a multiple of 16, or K={p.K} not one of the group"
-    if p.M > INT4PACK_ROWS:
-        return f"M={p.M} > {INT4PACK_ROWS}: the dense product's arithmetic is faster"
-    if p.cached and p.M > PANEL_ROWS:
-        return "the dense copy is kept anyway"
+    if p.M > (limit := _few_rows(p)):
+        return f"M={p.M} > {limit}: the dense product's arithmetic is faster"
     return None
 
 

@@ -85,7 +85,7 @@ class PackedWeight:
         if dtype in self._dense:
             return self._dense[dtype]
         w = self.weight
-        W = w.weight.to(dtype) if isinstance(w, DenseWeight) else w.dequantize(dtype).t()
+        W = w.weight.to(dtype) if isinstance(w, DenseWeight) else _dequantize(w, dtype).t()
         if keep:
             self._dense[dtype] = W = _reorder(W.contiguous())
         return W
@@ -98,6 +98,14 @@ class PackedWeight:
 def pack(weight: LinearWeight, keep_dense: bool = False) -> PackedWeight:
     """Allow layouts to be derived from `weight` and kept: what `quant_gemm` wants for repeated products."""
     return PackedWeight(weight, keep_dense)
+
+
+def _dequantize(w: QuantWeight, dtype: torch.dtype) -> Tensor:  # [K, N]
+    if not machine().numba:
+        return w.dequantize(dtype)
+    from .cpu import decode
+
+    return decode.dequantize(w, dtype)
 
 
 def _reorder(W: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from .team import run, threads
 
 if TYPE_CHECKING:
     from ..model import KVCache, Model
+    from ..weight import QuantWeight
 
 _LINEARS = ("attn_qkv", "attn_out", "mlp_gate", "mlp_up", "mlp_down")  # in the order of kernels.Linear
 _SMALL_PRODUCT = 1 << 20  # weights below which waking the team costs more than it gains
@@ -36,7 +37,7 @@ def panel_product(x: torch.Tensor, panel: Panel) -> torch.Tensor:  # any float [
     """`x @ W + bias`, exact to fp32 rounding; on the team when the weight is worth waking it."""
     M = x.shape[0]
     rows = np.ascontiguousarray(x.float().numpy())
-    y = np.empty((M, panel.tiles * TILE), np.float32)
+    y = np.empty((padded(M), panel.tiles * TILE), np.float32)
     T = threads() if panel.K * panel.N >= _SMALL_PRODUCT else 1
     pairs, sums = _prepared(T, M, panel)
     args = (np.array(panel.describe(), np.int64), rows, y, pairs, sums)
@@ -44,13 +45,27 @@ def panel_product(x: torch.Tensor, panel: Panel) -> torch.Tensor:  # any float [
         run(kernels.product, *args)
     else:
         kernels.product(0, 1, *args, 0)
-    return torch.from_numpy(y)[:, : panel.N]
+    return torch.from_numpy(y)[:M, : panel.N]
+
+
+def dequantize(w: QuantWeight, dtype: torch.dtype) -> torch.Tensor:  # [K, N], fp32 or bf16
+    """`w.dequantize(dtype)`, to the bit, in one pass on the team."""
+    out = torch.empty(w.K, w.N, dtype=dtype)
+    parameters = (t.float().contiguous().numpy() for t in (w.scale, w.zero))
+    run(kernels.dequantize_rows, w.packed.contiguous().numpy(), *parameters, w.group_size, w.bits, _words(out))
+    return out
+
+
+def padded(M: int) -> int:
+    """Rows that the product is given for M rows: three of them run as four."""
+    return M if M < 3 else -(-M // 4) * 4
 
 
 def _prepared(T: int, M: int, *panels: Panel) -> tuple[np.ndarray, np.ndarray]:
     """Per-thread scratch for prepared activations and group sums, large enough for each of `panels`."""
     pairs = max(p.groups * p.rows * (2 if p.bits == 4 else 1) for p in panels)
-    return np.empty((T, M, pairs), np.float32), np.empty((T, M, max(p.groups for p in panels)), np.float32)
+    groups = max(p.groups for p in panels)
+    return np.zeros((T, padded(M), pairs), np.float32), np.zeros((T, padded(M), groups), np.float32)
 
 
 def refusal(model: Model) -> str | None:
@@ -107,6 +122,7 @@ class FusedDecoder:
 
     def _buffers(self, layers: list[list[Panel]], head: Panel) -> Any:
         config, B, T = self._model.config, self._cache.batch, self._threads
+        M = padded(B)
         qkv, out, gate, _, down = (max(row[i].tiles for row in layers) * TILE for i in range(5))
         heads = config.num_attention_heads * config.head_dim
         pairs, sums = _prepared(T, B, head, *(p for row in layers for p in row))
@@ -115,8 +131,8 @@ class FusedDecoder:
             return np.zeros(shape, np.float32)
 
         return Scratch(
-            hidden=zeros(B, config.hidden_size), positions=np.zeros(B, np.int64), qkv=zeros(B, qkv),
-            gate=zeros(B, gate), up=zeros(B, gate), out=zeros(B, max(out, down)), logits=zeros(B, head.tiles * TILE),
+            hidden=zeros(B, config.hidden_size), positions=np.zeros(B, np.int64), qkv=zeros(M, qkv),
+            gate=zeros(M, gate), up=zeros(M, gate), out=zeros(M, max(out, down)), logits=zeros(M, head.tiles * TILE),
             normed=zeros(T, B, max(config.hidden_size, heads)), pairs=pairs, sums=sums, query=zeros(T, heads),
             key=zeros(config.head_dim), scores=zeros(T, self._cache.capacity + simd.LANES),
             parts=zeros(B, T, config.num_attention_heads, config.head_dim + 2),
@@ -130,7 +146,7 @@ class FusedDecoder:
         self._scratch.positions[:] = self._cache.lengths
         run(kernels.decode_step, self._weights, self._scratch, self._k, self._v)
         self._cache.lengths += 1
-        return torch.from_numpy(self._scratch.logits)[:, : self._model.config.vocab_size]
+        return torch.from_numpy(self._scratch.logits)[: self._cache.batch, : self._model.config.vocab_size]
 
 
 def _words(t: torch.Tensor) -> np.ndarray:

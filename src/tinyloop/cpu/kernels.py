@@ -152,7 +152,8 @@ def _dot(w, record, x, x_stride, sums, sum_stride, y, y_stride, four):
 def matvec(w, pairs, sums, y, first, end):
     """`y[m, tile columns] = x @ W + bias` for tiles first..end−1. The order of sums does not depend on M or on threads.
 
-    pairs fp32 [M, ·] and sums fp32 [M, groups] from `prepare`; y fp32 [M, ≥ tiles·32].
+    pairs fp32 [M, ·] and sums fp32 [M, groups] from `prepare`; y fp32 [M, ≥ tiles·32]. Four rows cost little more than
+    two, so callers pad three to four (`decode.padded`).
     """
     M = y.shape[0]
     code_row = 8 if w[_BITS] == 4 else 4  # bytes of prepared activation per byte row of codes
@@ -189,6 +190,26 @@ def product(t, T, w, x, y, pairs, sums, counter):
         prepare(w, x[m], pairs[t, m], sums[t, m])
     first, end = share(w[_TILES], t, T)
     matvec(w, pairs[t], sums[t], y, first, end)
+
+
+@jit
+def dequantize_rows(t, T, packed, scale, zero, group_size, bits, out, counter):
+    """out [K, N] (fp32, or bf16 as uint16) = q·scale + zero, each rounded once to fp32; parameters fp32 [groups, N]."""
+    K, N = out.shape
+    per_byte, mask = (2, 15) if bits == 4 else (1, 255)
+    first, end = share(packed.shape[0], t, T)
+    for i in range(first, end):
+        for half in range(per_byte):
+            k = i * per_byte + half
+            if k < K:
+                _dequantize_row(packed[i], scale[k // group_size], zero[k // group_size], 4 * half, mask, out[k])
+
+
+@jit
+def _dequantize_row(packed, scale, zero, shift, mask, out):
+    for n in range(out.shape[0]):
+        code = (np.uint32(packed[n]) >> np.uint32(shift)) & np.uint32(mask)
+        _store(out, n, np.float32(np.int32(code)) * scale[n] + zero[n])
 
 
 @jit(fastmath=_FAST)
@@ -309,11 +330,11 @@ def _normed_product(t, T, w, norm, W, S, y):
 @jit
 def _add_product(t, T, w, x, S):
     """hidden += x @ w, on this thread's columns."""
-    for b in range(x.shape[0]):
+    for b in range(S.hidden.shape[0]):
         prepare(w, x[b], S.pairs[t, b], S.sums[t, b])
     first, end = share(w[_TILES], t, T)
     matvec(w, S.pairs[t], S.sums[t], S.out, first, end)
-    for b in range(x.shape[0]):
+    for b in range(S.hidden.shape[0]):
         for n in range(first * TILE, min(end * TILE, w[_N])):
             S.hidden[b, n] += S.out[b, n]
 
