@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from .errors import InputError
 from .ops import quant_gemm
 from .pack import PackedWeight
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .score import Score, Source
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, PackedWeight], Tensor]
@@ -148,6 +152,15 @@ class Model:
         decoder = self._decoder[1]
         assert isinstance(decoder, FusedDecoder)
         return decoder.step(tokens)
+
+    def score(
+        self, source: Source, *, window: int | None = None, stride: int | None = None, bos: int | bool | None = None,
+        loops: int | None = None, keep_losses: bool = False,
+    ) -> Score:  # fmt: skip
+        """Perplexity of a text (str), a UTF-8 file (path or binary stream) or token ids: see `tinyloop.score`."""
+        from . import score
+
+        return score.score(self, source, score.Protocol(window, stride, bos, loops), keep_losses=keep_losses)
 
     def fused_refusal(self) -> str | None:
         """Why decoding does not take the fused step, or None where it does."""

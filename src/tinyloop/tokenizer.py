@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from .errors import FormatError, InputError
 
 
@@ -64,6 +66,17 @@ class Tokenizer:
                 raise InputError("bos=True: this tokenizer names no token that begins a text; leave bos out")
             ids.insert(0, self.data.bos)
         return ids
+
+    def spans(self, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Ids of `text`, and the characters where each token begins and ends: int64 [tokens]. Nothing is added."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return list(encoding.ids), offsets[:, 0], offsets[:, 1]
+
+    def id_of(self, token: str) -> int | None:
+        """The id of one token by its exact spelling, None where the vocabulary has no such token."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
