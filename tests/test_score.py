@@ -65,7 +65,7 @@ def test_text_file_stream_and_tokens_agree(model: tl.Model, tmp_path: Path) -> N
 
 def test_chunks_of_rows_do_not_matter(model: tl.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model.score(TEXT, window=64)
-    monkeypatch.setattr(scoring, "LOGITS", 5 * model.config.vocab_size)
+    monkeypatch.setattr("tinyloop.model.LOSS_ROWS", 5)
     assert model.score(TEXT, window=64).nll == pytest.approx(whole.nll, rel=1e-6)
 
 
@@ -124,13 +124,13 @@ def test_no_tokenizer_no_text() -> None:
 
 
 def test_nan_is_an_error_that_names_the_window(model: tl.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    head, calls = model.head, []
+    losses, calls = model.losses, []
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
+    def broken(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return head(hidden) * (float("nan") if len(calls) == 2 else 1.0)
+        return losses(hidden, targets) * (float("nan") if len(calls) == 2 else 1.0)
 
-    monkeypatch.setattr(model, "head", broken)
+    monkeypatch.setattr(model, "losses", broken)
     with pytest.raises(NumericalError, match=r"window 1, tokens 15 to 29: a loss is NaN or infinite"):
         model.score(TEXT, window=16)
 

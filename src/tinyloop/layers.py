@@ -1,6 +1,6 @@
 """What lies between the linear products of a block, in plain torch: runs for every dtype and shape.
 
-`cpu/rows.py` exports the same three functions, compiled; the model holds one of the two modules and a parity test runs
+`cpu/rows.py` exports the same four functions, compiled; the model holds one of the two modules and a parity test runs
 both. Residual stream, norms, angles and scores are fp32; results are rounded once, to the model's dtype.
 """
 
@@ -60,6 +60,11 @@ def attention(
     mask = attention_mask(positions, k.shape[2], spec.window)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=H != HKV)
     return y.transpose(1, 2).reshape(B, T, H * D)
+
+
+def losses(logits: Tensor, targets: Tensor) -> Tensor:  # [M, V], int64 [M] → fp32 [M]
+    """Cross-entropy of each row in nats: log Σ e^logits − logits[target]."""
+    return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, H, T, D]; cos, sin [B, 1, T, r] → fp32

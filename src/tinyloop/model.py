@@ -18,7 +18,7 @@ from . import dispatch, layers
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import InputError
-from .ops import quant_gemm
+from .ops import problem, quant_gemm
 from .pack import PackedWeight
 from .tokenizer import Tokenizer
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, PackedWeight], Tensor]
+LOSS_ROWS = 128  # logits of a vocabulary of 49152: 12.6 MB in bf16
 CACHE_SHARE = 4  # dense copies may take a quarter of the machine's memory
 
 
@@ -96,6 +97,13 @@ class Model:
             np.zeros(batch, np.int64),
         )
 
+    def prepare(self, rows: int) -> None:
+        """Derive now what products of `rows` rows read, the largest weight first: while its temporary copy exists,
+        little else does, which takes 90 MB off the peak of scoring a model with a vocabulary of 49152."""
+        for w in sorted(self.weights.values(), key=lambda w: w.weight.nbytes, reverse=True):
+            if dispatch.plan(problem(w, rows, self.dtype)).kernel == "dense_cache":
+                w.dense(self.dtype, keep=True)
+
     def embed(self, tokens: Tensor) -> Tensor:  # int64 [...] → fp32 [..., D]
         return self.weights["embed"].weight.columns(tokens).contiguous()
 
@@ -133,7 +141,13 @@ class Model:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:  # [..., D] → fp32 [..., V]
         """Logits of hidden states."""
-        return self._apply(hidden, "embed" if self.config.tie_word_embeddings else "head").float()
+        return self._head(hidden).float()
+
+    @torch.inference_mode()
+    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [M, D], int64 [M] → fp32 [M]
+        """Cross-entropy in nats of the tokens that follow, 128 rows of logits at a time."""
+        parts = zip(torch.split(hidden, LOSS_ROWS), torch.split(targets, LOSS_ROWS), strict=True)
+        return torch.cat([self._ops.losses(self._head(h), t) for h, t in parts])
 
     def logits(self, tokens: Tensor, loops: int | None = None) -> Tensor:  # int64 [B, T] → fp32 [B, T, V]
         """Logits at every position of whole texts."""
@@ -186,6 +200,9 @@ class Model:
         if longest > room:
             what = "the cache's capacity" if cache else "the model's context"
             raise InputError(f"{longest} tokens exceed {what} of {room}; shorten the text")
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self._apply(hidden, "embed" if self.config.tie_word_embeddings else "head")
 
     def _apply(self, x: Tensor, name: str) -> Tensor:
         return self._linear(x, self.weights[name])

@@ -20,6 +20,7 @@ calls: Counter[str] = Counter()
 """Products since the last `calls.clear()`, by kernel."""
 
 _SLAB = 1 << 22  # weights that `native` dequantises at a time: 16 MB of fp32
+_ROWS = 2048  # rows of x that `native` converts and sums at a time
 
 
 def quant_gemm(
@@ -30,13 +31,16 @@ def quant_gemm(
     """`x @ W + bias` with `W = q·scale + zero`.
 
     A `PackedWeight` (see `pack`) keeps the layouts that make repeated products fast; a bare weight keeps nothing.
-    `exact` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device.
+    `exact` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, and where a
+    gradient is expected.
     """
     packed = w if isinstance(w, PackedWeight) else PackedWeight(w)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"x is {x.dtype}; activations are float32, bfloat16 or float16: cast it first")
     if x.device.type != "cpu":
         raise InputError(f"x is on {x.device}, the weight on cpu; move one of them")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError("x requires grad, and this product has no gradient; detach it or use torch.inference_mode()")
     if x.dim() < 1 or x.shape[-1] != packed.weight.K:
         raise InputError(f"x has shape {list(x.shape)}; its last dimension must be K={packed.weight.K}")
     x2 = x.reshape(-1, packed.weight.K)
@@ -62,7 +66,7 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
     if chosen.kernel == "panel":
         from .cpu.decode import panel_product
 
-        return panel_product(x, w.panel()).to(x.dtype)
+        return panel_product(x, w.panel()).to(x.dtype).contiguous()
     if chosen.kernel == "int4pack":
         codes, params = w.int4()
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, w.int4_group, params)
@@ -70,14 +74,20 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
         return y if bias is None else y.add_(bias)
     if chosen.kernel in ("dense_cache", "dense"):
         return dense_product(x.contiguous(), w.dense(x.dtype, chosen.kernel == "dense_cache"), w.bias(x.dtype))
-    return _native(x, w.weight).to(x.dtype)
+    return _native(x, w.weight)
 
 
-def _native(x: Tensor, w: LinearWeight) -> Tensor:  # → fp32 [M, N]
-    """fp32 throughout; the sum over K goes slab by slab, so that extra memory is 16 MB and the result."""
+def _native(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → x's dtype [M, N]
+    """fp32 throughout, by slabs of weights and of rows: extra memory is a few slabs and fp32 sums of 2048 rows."""
+    y = x.new_empty(x.shape[0], w.N)
+    for m in range(0, x.shape[0], _ROWS):
+        y[m : m + _ROWS] = _native_rows(x[m : m + _ROWS], w)
+    return y
+
+
+def _native_rows(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → fp32 [M, N]
     y = torch.zeros(x.shape[0], w.N)
-    G = w.group_size if isinstance(w, QuantWeight) else 1
-    step = max(1, _SLAB // (w.N * G)) * G
+    step = max(1, _SLAB // w.N)  # whatever the group: one may span all of K
     for k in range(0, w.K, step):
         end = min(w.K, k + step)
         rows = w.rows(k, end) if isinstance(w, QuantWeight) else w.weight[:, k:end].float().t()

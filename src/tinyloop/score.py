@@ -33,7 +33,6 @@ Source: TypeAlias = "str | os.PathLike[str] | BinaryIO | Sequence[int] | Tensor"
 
 WINDOW = 1024
 USUAL_BOS = "<|endoftext|>"  # separates the texts of a training set, so a text begins after it
-LOGITS = 128 * 49152  # logits that exist at a time: 25 MB of fp32
 
 
 @dataclass(frozen=True)
@@ -229,6 +228,8 @@ class _Run:
         text = self.ids[begin - self.first : end - self.first]
         head = self.ids[begin - 1 - self.first] if s.bos is None else s.bos
         tokens = torch.tensor([[head, *text]])
+        if self.windows == 0:
+            self.model.prepare(tokens.shape[1])
         losses = token_losses(self.model, tokens, end - self.next, s.loops)
         if not np.isfinite(losses).all():
             raise NumericalError(
@@ -262,15 +263,6 @@ class _Run:
 
 @torch.inference_mode()
 def token_losses(model: Model, tokens: Tensor, count: int, loops: int | None) -> np.ndarray:  # int64 [1, T]
-    """−log p of the last `count` tokens given those before them: fp32 [count]. Few logits exist at a time."""
+    """−log p of the last `count` tokens given those before them: fp32 [count]."""
     hidden = model.hidden(tokens, loops=loops)[0, -1 - count : -1]
-    targets = tokens[0, -count:]
-    rows = max(1, LOGITS // model.config.vocab_size)
-    losses = torch.empty(count)
-    for i in range(0, count, rows):
-        logits = model.head(hidden[i : i + rows])
-        chosen = logits.gather(1, targets[i : i + rows, None])[:, 0]
-        highest = logits.amax(1, keepdim=True)
-        normaliser = logits.sub_(highest).exp_().sum(1).log_().add_(highest[:, 0])  # in place: no second copy
-        losses[i : i + rows] = normaliser - chosen
-    return losses.numpy()
+    return np.asarray(model.losses(hidden, tokens[0, -count:]).numpy())

@@ -36,7 +36,7 @@ Scratch = namedtuple(
 def panel_product(x: torch.Tensor, panel: Panel) -> torch.Tensor:  # any float [M, K] → fp32 [M, N]
     """`x @ W + bias`, exact to fp32 rounding; on the team when the weight is worth waking it."""
     M = x.shape[0]
-    rows = np.ascontiguousarray(x.float().numpy())
+    rows = np.ascontiguousarray(x.detach().float().numpy())
     y = np.empty((padded(M), panel.tiles * TILE), np.float32)
     T = threads() if panel.K * panel.N >= _SMALL_PRODUCT else 1
     pairs, sums = _prepared(T, M, panel)

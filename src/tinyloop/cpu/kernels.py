@@ -103,14 +103,17 @@ def share(count, t, T):
 
 @jit
 def prepare(w, x, pairs, sums):
-    """Activation [K] → what `group_dot` reads: `pairs`, each group padded to whole byte rows, and the group sums."""
+    """Activation [K] → what `group_dot` reads: `pairs`, each group padded to whole byte rows, and the group sums.
+
+    Sums are fp64: zero·Σx cancels most of scale·Σx·q where x is off-centre, so its error would be the result's.
+    """
     K, G, rows = w[_K], w[_GROUP_SIZE], w[_ROWS]
     for g in range(w[_GROUPS]):
         first, end = g * G, min(g * G + G, K)
-        total = np.float32(0.0)
+        total = 0.0
         for k in range(first, end):
             total += x[k]
-        sums[g] = total
+        sums[g] = np.float32(total)
         if w[_BITS] == 8:
             for k in range(first, first + G):
                 pairs[k] = x[k] if k < end else np.float32(0.0)
@@ -195,7 +198,7 @@ def product(t, T, w, x, y, pairs, sums, counter):
 @jit
 def dequantize_rows(t, T, packed, scale, zero, group_size, bits, out, counter):
     """out [K, N] (fp32, or bf16 as uint16) = q·scale + zero, each rounded once to fp32; parameters fp32 [groups, N]."""
-    K, N = out.shape
+    K = out.shape[0]
     per_byte, mask = (2, 15) if bits == 4 else (1, 255)
     first, end = share(packed.shape[0], t, T)
     for i in range(first, end):
@@ -267,16 +270,19 @@ def attend(q, k, v, scores, part):
 
 @jit(fastmath=_FAST)
 def merge(parts, head, out):
-    """The threads' parts [T, H, head_dim + 2] of one head → its output. A sum of 0 marks a thread without keys."""
+    """The threads' parts [T, H, head_dim + 2] of one head → its output.
+
+    A sum of 0 marks a thread without keys. A sum that is NaN is no such mark: it must reach the logits.
+    """
     head_dim = out.shape[0]
     top = np.float32(-3.0e38)
     for t in range(parts.shape[0]):
-        if parts[t, head, head_dim] > 0.0:
+        if parts[t, head, head_dim] != 0.0:
             top = max(top, parts[t, head, head_dim + 1])
     total = np.float32(0.0)
     out[:] = 0.0
     for t in range(parts.shape[0]):
-        if parts[t, head, head_dim] > 0.0:
+        if parts[t, head, head_dim] != 0.0:
             factor = np.exp(parts[t, head, head_dim + 1] - top)
             total += factor * parts[t, head, head_dim]
             for d in range(head_dim):
@@ -377,6 +383,23 @@ def decode_step(t, T, W, S, k, v, counter):
         arrivals += T
         sync(counter, arrivals)
     _normed_product(t, T, W.head, W.final_norm, W, S, S.logits)
+
+
+@jit
+def losses_rows(t, T, logits, targets, out, counter):
+    """out[m] = log Σ e^logits[m] − logits[m, target]; logits bf16 (as uint16) or fp32, contiguous rows [M, V]."""
+    V = logits.shape[1]
+    vectors = V // simd.LANES
+    first, end = share(logits.shape[0], t, T)
+    for m in range(first, end):
+        row = logits[m]
+        top = simd.largest(row.ctypes.data, vectors, logits) if vectors else np.float32(-3.0e38)
+        for n in range(vectors * simd.LANES, V):
+            top = max(top, _to_f32(row[n]))
+        total = np.float64(simd.exp_sum(row.ctypes.data, vectors, top, logits)) if vectors else 0.0
+        for n in range(vectors * simd.LANES, V):
+            total += np.exp(np.float64(_to_f32(row[n]) - top))
+        out[m] = np.float32(np.log(total) + top - _to_f32(row[targets[m]]))
 
 
 # ── many rows ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -518,5 +541,5 @@ def _softmax(scores, begin, end, width, weights):
         scores[i] = np.float32(-3.0e38)
     for i in range(end, width):
         scores[i] = np.float32(-3.0e38)
-    top = simd.largest(scores.ctypes.data, width // simd.LANES)
+    top = simd.largest(scores.ctypes.data, width // simd.LANES, scores)
     return simd.exp_row(scores.ctypes.data, width // simd.LANES, top, weights.ctypes.data, weights)

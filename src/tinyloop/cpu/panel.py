@@ -6,6 +6,9 @@
     4 bits: rows = ⌈G/2⌉, byte (i, n) = q[2i, n] | q[2i+1, n] << 4 within the group
     8 bits: rows = G, one code a byte
 
+A group of more than 128 inputs becomes several with the same parameters where 128 divides it or it is the only one:
+rounding errors grow with the length of a sum, 20 times torch's own at G = K = 2048 before (log, 2026-11-29).
+
 Columns beyond N and codes beyond K are 0, and so are the parameters of those columns; the activation is padded with
 zeros to match. A thread that owns a range of tiles reads its bytes once, front to back: 28 GB/s of 33 GB/s on two
 cores, against 20 GB/s for the same kernel on the canonical order, whose rows lie a whole N apart (log, 2026-11-29).
@@ -13,6 +16,7 @@ cores, against 20 GB/s for the same kernel on the canonical order, whose rows li
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +25,7 @@ import torch
 from ..weight import QuantWeight, pack_nibbles
 
 TILE = 32  # columns: two 512-bit vectors of fp32, and fine enough that two threads share 576 columns evenly
+SPAN = 128  # inputs summed in one chain
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Panel:
 
 def build(w: QuantWeight) -> Panel:
     """Panels of `w`; extra memory is the result and one copy of the codes."""
+    w = _shorter_groups(w)
     groups, G = w.groups, w.group_size
     tiles = -(-w.N // TILE)
     rows = (G + 1) // 2 if w.bits == 4 else G
@@ -70,6 +76,15 @@ def build(w: QuantWeight) -> Panel:
     data[:, :, code_bytes:] = by_tile.contiguous().view(torch.uint8)
     bias = np.empty(0, np.float32) if w.bias is None else w.bias.float().numpy()
     return Panel(data.numpy(), w.K, w.N, G, w.bits, w.scale.dtype == torch.float16, np.ascontiguousarray(bias))
+
+
+def _shorter_groups(w: QuantWeight) -> QuantWeight:
+    """The same weight in groups of at most SPAN, where groups can be cut so."""
+    if w.group_size <= SPAN or (w.group_size % SPAN and w.groups > 1):
+        return w
+    repeats, groups = -(-w.group_size // SPAN), -(-w.K // SPAN)
+    scale, zero = (t.repeat_interleave(repeats, 0)[:groups] for t in (w.scale, w.zero))
+    return dataclasses.replace(w, group_size=SPAN, scale=scale, zero=zero)
 
 
 def _group_rows(w: QuantWeight, rows: int) -> torch.Tensor:  # uint8 [groups, rows, N]

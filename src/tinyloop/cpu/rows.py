@@ -70,6 +70,17 @@ def attention(
     return out
 
 
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """As `layers.losses`, without a copy of the logits in fp32."""
+    if logits.dtype not in (torch.bfloat16, torch.float32):
+        return layers.losses(logits, targets)
+    logits = logits.contiguous()
+    out = torch.empty(logits.shape[0])
+    words = _words(logits) if logits.dtype == torch.bfloat16 else logits.numpy()
+    run(kernels.losses_rows, words, targets.numpy(), out.numpy())
+    return out
+
+
 def _space(spec: Attention, keys: int) -> kernels.Space:
     """Scratch for `keys` keys: packed keys and values, and each thread's queries, scores and weights."""
     tiles, D, T = -(-keys // kernels.KEY_TILE), spec.head_dim, threads()

@@ -2,7 +2,7 @@
 
 One call consumes one group of one panel tile (32 columns, see panel.py) for R rows of x:
 
-    y[r, n] += scale[n] · Σ_k x[r, k]·q[k, n]  +  zero[n] · Σ_k x[r, k]
+    y[r, n] += (scale[n] · Σ_k x[r, k]·q[k, n]  +  zero[n] · Σ_k x[r, k])
 
 Decoding costs one mask: a byte b = lo + 16·hi converts to a float as it is, and
 
@@ -11,7 +11,7 @@ Decoding costs one mask: a byte b = lo + 16·hi converts to a float as it is, an
 so the activation is prepared once (`kernels.prepare`) as pairs (x0 − x1/16, x1/16), and neither a shift nor a second
 mask runs per weight: 6 vector operations for 32 codes instead of 7. x1/16 is exact; the difference rounds like any
 other fp32 sum. Product and sum of the group's parameters are rounded separately, so that a one-hot x returns the
-dequantised weight bit for bit.
+dequantised weight bit for bit; and they meet before y does, since the two mostly cancel where x is off-centre.
 
 numba has no vector types and no fp16 on the CPU; hence these few functions emit IR. All operate on addresses.
 """
@@ -161,8 +161,8 @@ def _group_dot(bits, half, R):
                 for r in range(R):
                     total = _at(b, b.add(sums, b.mul(sum_stride, ir.Constant(_i64, r))), 0, _f32, 4)
                     out = b.add(b.add(y, b.mul(y_stride, ir.Constant(_i64, r))), ir.Constant(_i64, v * LANES * 4))
-                    value = b.fadd(_at(b, out, 0, _vf32, 4), b.fmul(dots[r * VECTORS + v], scale))
-                    value = b.fadd(value, b.fmul(_splat(b, total), zero))
+                    group = b.fadd(b.fmul(dots[r * VECTORS + v], scale), b.fmul(_splat(b, total), zero))
+                    value = b.fadd(_at(b, out, 0, _vf32, 4), group)
                     b.store(value, b.inttoptr(out, _vf32.as_pointer())).align = 4
             return context.get_dummy_value()
 
@@ -289,15 +289,20 @@ def _store16(b, value, address, dtype):
     b.store(value, place).align = 2
 
 
+def _row_at(b, source, i, dtype):
+    """Vector i of a row of `dtype` as fp32."""
+    return _row16(b, b.add(source, b.mul(i, ir.Constant(_i64, LANES * (2 if dtype == types.uint16 else 4)))), dtype)
+
+
 @intrinsic
-def largest(typing, source, vectors):
-    """The largest of 16·vectors fp32."""
+def largest(typing, source, vectors, like):
+    """The largest of 16·vectors elements of `like`'s dtype."""
 
     def lower(context, b, signature, args):
-        source, vectors = args
+        source, vectors, _ = args
 
         def body(i, tops):
-            x = _at(b, b.add(source, b.mul(i, ir.Constant(_i64, 4 * LANES))), 0, _vf32, 4)
+            x = _row_at(b, source, i, like.dtype)
             return [b.select(b.fcmp_ordered(">", x, tops[0]), x, tops[0])]
 
         (top,) = _loop(b, vectors, [_constant(-3.0e38)], body)
@@ -305,7 +310,23 @@ def largest(typing, source, vectors):
         reduce = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(_f32, [_vf32]), name)
         return b.call(reduce, [top])
 
-    return types.float32(types.int64, types.int64), lower
+    return types.float32(types.int64, types.int64, like), lower
+
+
+@intrinsic
+def exp_sum(typing, source, vectors, top, like):
+    """Σ exp(source − top) over 16·vectors elements of `like`'s dtype."""
+
+    def lower(context, b, signature, args):
+        source, vectors, top, _ = args
+        shift = _splat(b, top)
+
+        def body(i, sums):
+            return [b.fadd(sums[0], _exp(b, b.fsub(_row_at(b, source, i, like.dtype), shift)))]
+
+        return _sum(b, _loop(b, vectors, [_constant(0.0)], body)[0])
+
+    return types.float32(types.int64, types.int64, types.float32, like), lower
 
 
 @intrinsic

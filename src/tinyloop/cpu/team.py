@@ -83,11 +83,11 @@ def _uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    caught: list[tuple[int, Any]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if caught and callable(before):
-            before(*caught[0])
+        if caught:
+            signal.raise_signal(signal.SIGINT)  # to whatever stood there before, the system's own action included
