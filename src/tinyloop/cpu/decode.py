@@ -34,7 +34,11 @@ Scratch = namedtuple(
 
 
 def panel_product(x: torch.Tensor, panel: Panel) -> torch.Tensor:  # any float [M, K] → fp32 [M, N]
-    """`x @ W + bias`, exact to fp32 rounding; on the team when the weight is worth waking it."""
+    """`x @ W + bias` in fp32; on the team when the weight is worth waking it.
+
+    Sums over x·q and over x are rounded apart and meet once a group. Where x is off-centre they cancel: with a mean as
+    large as its deviation the error reaches five times that of a product with the dequantised weight (G = 128, 2e-6).
+    """
     M = x.shape[0]
     rows = np.ascontiguousarray(x.detach().float().numpy())
     y = np.empty((padded(M), panel.tiles * TILE), np.float32)
