@@ -161,9 +161,10 @@ class Model:
             return self.head(self.hidden(tokens[:, None], cache))[:, 0]
         from .cpu.decode import FusedDecoder
 
-        if self._decoder is None or self._decoder[0] is not cache:
-            self._decoder = cache, FusedDecoder(self, cache)
-        decoder = self._decoder[1]
+        held = self._decoder  # read once: another thread may decode with another cache
+        if held is None or held[0] is not cache:
+            held = self._decoder = cache, FusedDecoder(self, cache)
+        decoder = held[1]
         assert isinstance(decoder, FusedDecoder)
         return decoder.step(tokens)
 
