@@ -23,6 +23,8 @@ from .pack import PackedWeight
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from .generate import Prompt, Stream
+    from .sampling import Sampling
     from .score import Score, Source
 
 Tensor = torch.Tensor
@@ -176,6 +178,15 @@ class Model:
         from . import score
 
         return score.score(self, source, score.Protocol(window, stride, bos, loops), keep_losses=keep_losses)
+
+    def generate(
+        self, prompt: Prompt, max_tokens: int = 256, *, sampling: Sampling | None = None, stop: tuple[str, ...] = (),
+        loops: int | None = None,
+    ) -> Stream:  # fmt: skip
+        """Continue a prompt (text, token ids or chat messages): an iterator over pieces of text. Greedy by default."""
+        from . import generate
+
+        return generate.generate(self, prompt, generate.Options(max_tokens, sampling, stop, loops))
 
     def fused_refusal(self) -> str | None:
         """Why decoding does not take the fused step, or None where it does."""

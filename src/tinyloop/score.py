@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from .errors import InputError, NumericalError
+from .interrupt import uninterrupted
 from .textstream import TokenPiece, encode_stream, read_text
 
 if TYPE_CHECKING:
@@ -230,7 +231,12 @@ class _Run:
         tokens = torch.tensor([[head, *text]])
         if self.windows == 0:
             self.model.prepare(tokens.shape[1])
-        losses = token_losses(self.model, tokens, end - self.next, s.loops)
+        with uninterrupted():
+            if self.windows == 0:
+                self.model.prepare(tokens.shape[1])
+            count = end - self.next
+            hidden = self.model.hidden(tokens, loops=s.loops)[0, -1 - count : -1]
+            losses = self.model.losses(hidden, tokens[0, -count:]).numpy()
         if not np.isfinite(losses).all():
             raise NumericalError(
                 f"window {self.windows}, tokens {begin} to {end - 1}: a loss is NaN or infinite, so there is no score; "
@@ -259,10 +265,3 @@ class _Run:
             partial=partial,
             losses=torch.cat(self.kept) if self.kept and not partial else None,
         )
-
-
-@torch.inference_mode()
-def token_losses(model: Model, tokens: Tensor, count: int, loops: int | None) -> np.ndarray:  # int64 [1, T]
-    """−log p of the last `count` tokens given those before them: fp32 [count]."""
-    hidden = model.hidden(tokens, loops=loops)[0, -1 - count : -1]
-    return np.asarray(model.losses(hidden, tokens[0, -count:]).numpy())
