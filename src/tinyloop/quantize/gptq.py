@@ -1,0 +1,228 @@
+"""A dense weight → 4-bit codes and group parameters: by rounding each weight to the nearest, or by GPTQ.
+
+    nearest   q = round((W − zero)/scale), scale and zero from the group's smallest and largest weight
+    GPTQ      minimises Σ‖x·W − x·Ŵ‖² over calibration inputs x, known through H = Σ xᵀx  (Frantar et al. 2022,
+              arXiv 2210.17323): inputs k are rounded one after another, and each rounding error is handed on to the
+              inputs that are still open, through the Cholesky factor of H⁻¹
+
+Inputs with much energy go first, when many others can still make up for their error. Groups stay contiguous in the
+stored order, so no permutation is needed at run time: whole groups are visited in order of their energy, and inputs
+within a group likewise; a group's parameters are set from its weights as they then are. All arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InputError
+from ..weight import QuantWeight
+
+Tensor = torch.Tensor
+LEVELS = 15  # steps between the smallest and the largest code
+BLOCK = 128  # inputs whose errors are gathered before the rest of the weight is updated
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How to quantise one weight. `group_size` None is one group per column.
+
+    `integer_zero`: zero = −z·scale with z in 0..15, the form that GPTQ and AWQ files hold; otherwise zero is a free
+    fp16 number, which fits one-sided groups better. `clip`: shrink a group's range where that lowers its error.
+    `order`: visit inputs by energy. `damp`: share of the mean energy that is added to every input's, more if H is
+    singular even so.
+    """
+
+    group_size: int | None = 128
+    integer_zero: bool = False
+    clip: bool = True
+    order: bool = True
+    damp: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size < 1:
+            raise InputError(f"group_size={self.group_size} must be ≥ 1, or None for one group per column")
+        if not 0 < self.damp <= 1:
+            raise InputError(f"damp={self.damp} must be in (0, 1]")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight, its loss tr((W − Ŵ)ᵀ H (W − Ŵ)), and a sentence where the method had to give way, or None."""
+
+    weight: QuantWeight
+    loss: float
+    note: str | None = None
+
+
+def nearest(W: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> QuantWeight:  # any float [K, N]
+    """Round to nearest, without calibration."""
+    W = _checked(W)
+    G = spec.group_size or W.shape[0]
+    return _finish(W, *_round_all(W, G, spec), G, spec, bias)
+
+
+def gptq_quantize(W: Tensor, H: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> QuantWeight:
+    """`gptq` without the report."""
+    return gptq(W, H, spec, bias).weight
+
+
+def gptq(W: Tensor, H: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> Quantized:
+    """Quantise W [K, N] (any float) for inputs with second moment H [K, K] (fp32, unscaled).
+
+    An input that never fired (H[k, k] = 0) is rounded to nearest. Where H stays singular under all the damping there
+    is, or holds NaN, the whole weight is rounded to nearest, and the note says so. Raises InputError for shapes that
+    disagree and for weights that are not finite.
+    """
+    W = _checked(W)
+    K = W.shape[0]
+    if list(H.shape) != [K, K]:
+        raise InputError(f"H has shape {list(H.shape)}; K={K} needs [{K}, {K}]")
+    G = spec.group_size or K
+    factor = None
+    if torch.isfinite(H).all():
+        H = H.float()
+        order = _visits(H.diagonal(), G) if spec.order else torch.arange(K)
+        factor = _inverse_factor(H[order][:, order], spec.damp)
+    if factor is None:
+        w = nearest(W, spec, bias)
+        return Quantized(w, float("nan"), "H is singular or not finite: rounded to nearest instead")
+    q, scale, zero = _descend(W, H.diagonal(), factor, order, G, spec)
+    w = _finish(W, q, scale, zero, G, spec, bias)
+    return Quantized(w, loss(W, w, H))
+
+
+def loss(W: Tensor, w: QuantWeight, H: Tensor) -> float:
+    """tr((W − Ŵ)ᵀ H (W − Ŵ)): the squared error of the outputs, summed over what H was summed over."""
+    error = W.float() - w.dequantize()
+    return float((error * (H.float() @ error)).sum(dtype=torch.float64))
+
+
+def _checked(W: Tensor) -> Tensor:
+    if W.dim() != 2 or not W.is_floating_point():
+        raise InputError(f"W is {W.dtype} {list(W.shape)}; give floats [K, N]")
+    if not torch.isfinite(W).all():
+        raise InputError("W holds NaN or infinite values; the source weight is damaged")
+    return W.float()
+
+
+def _visits(energy: Tensor, G: int) -> Tensor:  # [K] → a permutation of K
+    """Whole groups by their mean energy, inputs within a group by their own; ties keep their order."""
+    groups = list(torch.split(torch.arange(len(energy)), G))
+    groups.sort(key=lambda ks: -float(energy[ks].mean()))
+    return torch.cat([ks[energy[ks].sort(descending=True, stable=True).indices] for ks in groups])
+
+
+def _inverse_factor(H: Tensor, damp: float) -> Tensor | None:
+    """The upper Cholesky factor of (H + damping)⁻¹, in the order of visits; None where no damping up to 1 helps."""
+    diagonal = H.diagonal()
+    fired = diagonal > 0
+    if not fired.any():
+        return None
+    mean = diagonal[fired].mean()
+    while damp <= 1:
+        damped = H + torch.diag(torch.where(fired, damp * mean, mean))
+        lower: Tensor
+        upper: Tensor
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed and torch.isfinite(upper).all():
+                return upper
+        damp *= 10
+    return None
+
+
+def _descend(
+    W: Tensor, energy: Tensor, factor: Tensor, order: Tensor, G: int, spec: QuantSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ proper: codes [K, N] and parameters [K/G, N], in the stored order."""
+    K, N = W.shape
+    left = W[order].clone()  # what is to be represented, corrected as errors arrive
+    group_of = order // G
+    q = torch.empty(K, N)
+    scale, zero = torch.empty(-(-K // G), N), torch.empty(-(-K // G), N)
+    for first in range(0, K, BLOCK):
+        end = min(first + BLOCK, K)
+        errors = torch.empty(end - first, N)
+        for i in range(first, end):
+            g = int(group_of[i])
+            if i == 0 or g != int(group_of[i - 1]):
+                members = (group_of == g).nonzero()[:, 0] if not spec.order else torch.arange(i, i + _size(g, G, K))
+                now = left[members]
+                if int(members[-1]) >= end:  # members beyond this block still await its errors
+                    now = now.clone()
+                    late = members >= end
+                    now[late] -= factor[first:i, members[late]].t() @ errors[: i - first]
+                scale[g], zero[g] = parameters(now, energy[order[members]], spec)
+            q[order[i]] = code = ((left[i] - zero[g]) / scale[g]).round_().clamp_(0, LEVELS)
+            errors[i - first] = error = (left[i] - (code * scale[g] + zero[g])) / factor[i, i]
+            left[i + 1 : end] -= factor[i, i + 1 : end, None] * error
+        left[end:] -= factor[first:end, end:].t() @ errors
+    return q, scale, zero
+
+
+def _size(g: int, G: int, K: int) -> int:
+    return min(G, K - g * G)
+
+
+def _round_all(W: Tensor, G: int, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and parameters of every group, rounded to nearest."""
+    pairs = [parameters(part, torch.ones(part.shape[0]), spec) for part in torch.split(W, G)]
+    scale, zero = (torch.stack(t) for t in zip(*pairs, strict=True))
+    group = torch.arange(W.shape[0]) // G
+    return ((W - zero[group]) / scale[group]).round_().clamp_(0, LEVELS), scale, zero
+
+
+def parameters(part: Tensor, energy: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """scale and zero [N] of one group [G, N], fp16 values (fp32 where a group is too small for fp16) in fp32.
+
+    With `clip`, of 8 ranges shrunk about the centre the one with the least Σ_k energy[k]·error² per column.
+    """
+    low, high = part.amin(0), part.amax(0)
+    best_scale, best_zero = _affine(low, high, spec)
+    if not spec.clip:
+        return best_scale, best_zero
+    best = _error(part, energy, best_scale, best_zero)
+    for shrink in (0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79):
+        rim = (high - low) * (1 - shrink) / 2
+        scale, zero = _affine(low + rim, high - rim, spec)
+        error = _error(part, energy, scale, zero)
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
+    return best_scale, best_zero
+
+
+def _error(part: Tensor, energy: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    code = ((part - zero) / scale).round_().clamp_(0, LEVELS)
+    return energy @ (code.mul_(scale).add_(zero) - part).square_()
+
+
+def _affine(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """scale and zero that put code 0 at `low` and code 15 at `high`; a constant group is met exactly by its zero."""
+    if spec.integer_zero:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+    raw = (high - low) / LEVELS
+    scale = _half(raw, raw)
+    flat = scale == 0
+    scale = torch.where(flat, 1.0, scale)
+    if spec.integer_zero:
+        return scale, -(-low / scale).round().clamp(0, LEVELS) * scale
+    return scale, torch.where(flat, low, _half(low, raw))
+
+
+def _half(t: Tensor, scale: Tensor) -> Tensor:
+    """t rounded to fp16, except in groups whose scale fp16 would hold with fewer than 11 bits or not at all."""
+    half = t.to(torch.float16).float()
+    return torch.where((scale >= 2.0**-14) & torch.isfinite(half), half, t)
+
+
+def _finish(
+    W: Tensor, q: Tensor, scale: Tensor, zero: Tensor, G: int, spec: QuantSpec, bias: Tensor | None
+) -> QuantWeight:
+    return QuantWeight.from_codes(
+        q.to(torch.uint8), scale, zero, min(G, W.shape[0]), bias=bias, integer_zero=spec.integer_zero
+    )
