@@ -121,8 +121,10 @@ class Model:
         Raises InputError where a token is no token of the vocabulary or a row would outgrow the cache or context.
         """
         config = cache.config if cache else self.config.with_loops(loops)
-        B, T = tokens.shape
         self._check(tokens, config, cache)
+        B, T = tokens.shape
+        if tokens.numel() == 0:
+            return torch.empty(B, T, config.hidden_size, dtype=self.dtype)
         start = torch.zeros(B, dtype=torch.int64) if cache is None else torch.from_numpy(cache.lengths.copy())
         positions = start[:, None] + torch.arange(T)  # [B, T]
         rope = self.rope(positions)

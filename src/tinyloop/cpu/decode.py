@@ -145,7 +145,8 @@ class FusedDecoder:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:  # int64 [B] → fp32 [B, V]
         """Logits after one more token per row. The result is overwritten by the next step."""
         if threads() != self._threads:
-            self._threads, self._scratch = threads(), self._buffers(*self._keep)
+            self._threads = threads()  # first: the buffers are sized by it
+            self._scratch = self._buffers(*self._keep)
         self._scratch.hidden[:] = self._model.embed(tokens).numpy()
         self._scratch.positions[:] = self._cache.lengths
         run(kernels.decode_step, self._weights, self._scratch, self._k, self._v)
