@@ -270,6 +270,26 @@ def test_largest() -> None:
     assert largest(words(torch.from_numpy(x))) == values(words(torch.from_numpy(x))).max()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("K", "G"), [(7, 3), (100, 64), (512, 512)])
+def test_prepared_activations(K: int, G: int, bits: int) -> None:
+    """Pairs (x₀ − x₁/16, x₁/16), padded with zeros; sums rounded once, however many they add."""
+    p = panel.build(random_quant_weight(K, 1, G, seed=0, bits=bits))
+    x = (1 + normal(K)).numpy()
+    pairs, sums = decode._prepared(1, 1, p)
+    kernels.prepare(np.array(p.describe(), np.int64), x, pairs[0, 0], sums[0, 0])
+    for g in range(p.groups):
+        group = x[g * p.group_size : (g + 1) * p.group_size]
+        assert sums[0, 0, g] == np.float32(group.astype(np.float64).sum())
+        size = p.rows * (2 if bits == 4 else 1)
+        padded = np.zeros(size, np.float32)
+        padded[: len(group)] = group
+        if bits == 4:
+            padded[1::2] /= 16
+            padded[0::2] -= padded[1::2]
+        assert np.array_equal(pairs[0, 0, g * size : (g + 1) * size], padded)
+
+
 # ── canaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
