@@ -89,7 +89,7 @@ REFUSED = {
     ),
     "int4pack, group": (("int4pack", ALL, {"G": 48}), "group size 48 is none of 32, 64, 128, 256, K"),
     "int4pack, columns": (
-        ("int4pack", ALL, {"N": 33}), "N=33 is not a multiple of 16, or K=128 not one of the group",
+        ("int4pack", ALL, {"N": 40}), "N=40 is not a multiple of 16, or K=128 not one of the group",
     ),
     "int4pack, short group": (
         ("int4pack", ALL, {"K": 100}), "N=96 is not a multiple of 16, or K=100 not one of the group",

@@ -313,6 +313,25 @@ def test_two_threads_decode_with_two_caches() -> None:
     assert all(g is not None and torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
 
 
+class Contended(Model):
+    """Whatever decoder is put in place, another thread's is there at the next look."""
+
+    others: Any = None
+    _decoder = property(lambda self: self.others, lambda self, value: None)  # type: ignore[assignment]
+
+
+@needs_numba
+def test_a_step_keeps_to_its_own_cache() -> None:
+    from tinyloop.cpu.decode import FusedDecoder
+
+    model = Contended(tiny_checkpoint(), F32)
+    ours, theirs = model.new_cache(1, 9), model.new_cache(1, 9)
+    model.others = theirs, FusedDecoder(model, theirs)
+    fused_step(model, torch.tensor([7]), ours)
+    assert (ours.lengths.tolist(), theirs.lengths.tolist()) == ([1], [0])
+    assert not theirs.k.any()
+
+
 def test_gen01_calls_are_independent() -> None:
     model, tokens = Model(tiny_checkpoint(), F32), tokens_of(1, 12)
     want = model.logits(tokens)
