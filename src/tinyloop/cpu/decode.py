@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import kernels, simd
+from . import kernels, simd, step
 from .panel import TILE, Panel
 from .team import run, threads
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..model import KVCache, Model
     from ..weight import QuantWeight
 
-_LINEARS = ("attn_qkv", "attn_out", "mlp_gate", "mlp_up", "mlp_down")  # in the order of kernels.Linear
+_LINEARS = ("attn_qkv", "attn_out", "mlp_gate", "mlp_up", "mlp_down")  # in the order of step.Linear
 _SMALL_PRODUCT = 1 << 20  # weights below which waking the team costs more than it gains
 
 # What a step reads: tables of addresses and norms. And what it writes. numba takes named tuples of arrays as they are.
@@ -149,7 +149,7 @@ class FusedDecoder:
             self._scratch = self._buffers(*self._keep)
         self._scratch.hidden[:] = self._model.embed(tokens).numpy()
         self._scratch.positions[:] = self._cache.lengths
-        run(kernels.decode_step, self._weights, self._scratch, self._k, self._v)
+        run(step.decode_step, self._weights, self._scratch, self._k, self._v)
         self._cache.lengths += 1
         return torch.from_numpy(self._scratch.logits)[: self._cache.batch, : self._model.config.vocab_size]
 

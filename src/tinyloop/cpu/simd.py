@@ -171,10 +171,10 @@ def _group_dot(bits, half, R):
     return group_dot
 
 
-dot4_half_1, dot4_half_4 = _group_dot(4, True, 1), _group_dot(4, True, 4)
-dot4_full_1, dot4_full_4 = _group_dot(4, False, 1), _group_dot(4, False, 4)
-dot8_half_1, dot8_half_4 = _group_dot(8, True, 1), _group_dot(8, True, 4)
-dot8_full_1, dot8_full_4 = _group_dot(8, False, 1), _group_dot(8, False, 4)
+dot4_half_1, dot4_half_2, dot4_half_4 = (_group_dot(4, True, R) for R in (1, 2, 4))
+dot4_full_1, dot4_full_2, dot4_full_4 = (_group_dot(4, False, R) for R in (1, 2, 4))
+dot8_half_1, dot8_half_2, dot8_half_4 = (_group_dot(8, True, R) for R in (1, 2, 4))
+dot8_full_1, dot8_full_2, dot8_full_4 = (_group_dot(8, False, R) for R in (1, 2, 4))
 
 
 def _row16(b, address, dtype):
