@@ -59,6 +59,15 @@ def random_dense_weight(
     return DenseWeight(weight, 0.1 * torch.randn(N, generator=g) if bias else None)
 
 
+def with_random_channel(w: LinearWeight, kind: str, *, seed: int = 0) -> QuantWeight:
+    """`w` with random channel values of `kind`, 0 where another would leave the range of codes."""
+    assert isinstance(w, QuantWeight)
+    values = torch.randint(0, 16 if kind == "frac4" else 2, (w.K, w.N), generator=torch.Generator().manual_seed(seed))
+    q = w.codes()
+    inner = (q > 0) & (q < 15)
+    return w.with_channel(kind, torch.where(inner, values, 0).to(torch.uint8))
+
+
 def tiny_config(
     *,
     segments: Iterable[Segment] = LOOPED,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint
-from tinyloop import container
+from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint, with_random_channel
+from tinyloop import channel, container
 from tinyloop.checkpoint import Checkpoint
 from tinyloop.weight import QuantWeight
 
@@ -72,27 +72,60 @@ def array(raw: Raw, name: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, {"U8": "u1", "F16": "<f2", "F32": "<f4"}[dtype]).reshape(shape)
 
 
-def weight(raw: Raw, name: str) -> np.ndarray[Any, Any]:
-    """Section "Tensors": W [K, N] in fp32."""
+def nibbles(packed: np.ndarray[Any, Any], K: int) -> np.ndarray[Any, Any]:
+    both = np.empty((2 * packed.shape[0], packed.shape[1]), np.uint8)
+    both[0::2], both[1::2] = packed & 15, packed >> 4
+    assert not both[K:].any()
+    return both[:K]
+
+
+def place_hash(k: int, n: int, N: int) -> int:
+    """Section "Cross-iteration rounding", one place at a time."""
+    h = (k * N + n) % 2**32
+    h ^= h >> 16
+    h = h * 0x7FEB352D % 2**32
+    h ^= h >> 15
+    h = h * 0x846CA68B % 2**32
+    return h ^ h >> 16
+
+
+def channel_steps(kind: str, packed: np.ndarray[Any, Any], spec: dict[str, Any], i: int) -> np.ndarray[Any, Any]:
+    """The same section: what iteration i adds to q, int [K, N]."""
+    step = np.zeros((spec["K"], spec["N"]), int)
+    for k, n in np.ndindex(step.shape):
+        h = place_hash(k, n, spec["N"])
+        if kind == "frac4":
+            f = int(packed[k // 2, n]) >> 4 * (k % 2) & 15
+            step[k, n] = (f > (h + i * 0x9E3779B9) % 2**32 // 2**28) - (f >= 8)
+        else:
+            b = int(packed[k // 8, n]) >> k % 8 & 1
+            step[k, n] = i % 2 * (b if h < 2**31 else -b)
+    return step
+
+
+def weight(raw: Raw, name: str, iteration: int | None = None) -> np.ndarray[Any, Any]:
+    """Section "Tensors": W [K, N] in fp32, without its channel or as of a loop iteration."""
     spec = raw.json("weights")[name]
     if spec["kind"] == "dense":
         return array(raw, f"{name}.weight").astype(np.float32).T
     q = array(raw, f"{name}.q")
     if spec["bits"] == 4:
-        both = np.empty((2 * q.shape[0], q.shape[1]), np.uint8)
-        both[0::2], both[1::2] = q & 15, q >> 4
-        assert not both[spec["K"] :].any()
-        q = both[: spec["K"]]
+        q = nibbles(q, spec["K"])
+    if spec["channel"] and iteration is not None:
+        q = q + channel_steps(spec["channel"], array(raw, f"{name}.{spec['channel']}"), spec, iteration)
+        assert 0 <= q.min() <= q.max() <= 15
     g = np.arange(spec["K"]) // spec["group_size"]
     scale, zero = (array(raw, f"{name}.{part}").astype(np.float32)[g] for part in ("scale", "zero"))
     return q.astype(np.float32) * scale + zero
 
 
 def with_every_tensor() -> Checkpoint:
-    """Affine weights of 4 and 8 bits, odd K, a dense one, biases, norms of every kind, a tokenizer."""
+    """Affine weights of 4 and 8 bits, odd K, both channels, a dense one, biases, norms of every kind, a tokenizer."""
     checkpoint = tiny_checkpoint(segments=LOOPED, bias=True, qk_norm=True, tied=False, hidden=36, intermediate=51)
     weights = dict(checkpoint.weights)
     weights["embed"] = random_quant_weight(36, 272, 20, seed=1, bits=8, integer_zero=True)
+    for name, kind in (("mlp_down", "frac4"), ("attn_qkv", "frac4"), ("mlp_up", "sign_bit"), ("attn_out", "sign_bit")):
+        weights[f"layers.1.{name}"] = with_random_channel(weights[f"layers.1.{name}"], kind)
     weights["head"] = tiny_checkpoint(quantized=False, tied=False, hidden=36, dtype=torch.bfloat16).weights["head"]
     return dataclasses.replace(checkpoint, weights=weights)
 
@@ -149,7 +182,11 @@ def test_tensors_are_those_of_the_page(written: tuple[Checkpoint, Raw]) -> None:
         (row,) = [r for r in rows if r[0] == pattern and kind in r[1]]
         sizes = {"D": config.hidden_size, "head_dim": config.head_dim, "bytes": len(data)} | (spec or {})
         if spec and spec["kind"] == "affine":
-            sizes |= {"⌈K/2⌉": -(-spec["K"] // 2), "⌈K/G⌉": -(-spec["K"] // spec["group_size"])}
+            sizes |= {
+                "⌈K/2⌉": -(-spec["K"] // 2),
+                "⌈K/8⌉": -(-spec["K"] // 8),
+                "⌈K/G⌉": -(-spec["K"] // spec["group_size"]),
+            }
         wanted = [sizes[part] for part in row[3].split("]")[0].strip("[ ").split(", ")]
         assert shape == wanted, name
         allowed = row[2] if row[2] != "as scale" else raw.tensors[f"{owner}.scale"][0]
@@ -171,6 +208,8 @@ def test_reader_written_from_the_page_agrees(tmp_path: Path, build: Callable[[],
     raw = read_raw(container.write(checkpoint, tmp_path / "m.tinyloop"))
     for name, w in checkpoint.weights.items():
         assert np.array_equal(weight(raw, name), w.dequantize().numpy()), name
+        for i in range(5) if isinstance(w, QuantWeight) and w.channel else ():
+            assert np.array_equal(weight(raw, name, i), w.rounding(i).dequantize().numpy()), (name, i)
         if w.bias is not None:
             assert np.array_equal(array(raw, f"{name}.bias"), w.bias.numpy()), name
     for name, norm in checkpoint.norms.items():
@@ -196,3 +235,36 @@ def test_example_is_what_the_code_makes() -> None:
     assert not tensors
     (checksum,) = re.findall(r"`([0-9a-f]{64})`", PAGE)
     assert checksum == hashlib.sha256(b"U8 [2, 2]\n" + w.packed.numpy().tobytes()).hexdigest()
+
+
+def test_example_with_channels_is_what_the_code_makes() -> None:
+    rows = {row[0]: [int(cell) for cell in row[1:]] for row in table("Example with channels", "row")}
+    plain = {row[0]: [float(cell) for cell in row[1:]] for row in table("Example", "row")}
+    q = torch.tensor([plain[f"q[{k}]"] for k in range(3)]).to(torch.uint8)
+    w = QuantWeight.from_codes(q, torch.ones(2, 2), torch.zeros(2, 2), 2)
+    packed = {name: octets for name, _, octets in table("Example with channels", "tensor")}
+    for kind, letter in (("frac4", "f"), ("sign_bit", "b")):
+        values = torch.tensor([rows[f"{letter}[{k}]"] for k in range(3)], dtype=torch.uint8)
+        v = w.with_channel(kind, values)
+        assert packed[f"example.{kind}"] == getattr(v, kind).numpy().tobytes().hex(" ")
+        shown = [re.fullmatch(rf"{kind}, i = (\d), k = (\d)", row) for row in rows]
+        for i, k in ((int(m[1]), int(m[2])) for m in shown if m):
+            assert v.rounding(i).codes()[k].tolist() == rows[f"{kind}, i = {i}, k = {k}"]
+    (listed,) = re.findall(r"h of places (.*?): ((?:\w{8}(?:, )?)+)", PAGE)
+    places = [tuple(map(int, place)) for place in re.findall(r"\((\d), (\d)\)", listed[0])]
+    assert [f"{place_hash(k, n, 2):08x}" for k, n in places] == listed[1].split(", ")
+    assert [f"{channel.hashes(k, k + 1, 2)[0, n]:08x}" for k, n in places] == listed[1].split(", ")
+
+
+def test_bounds_of_the_golden_sequence_are_those_of_the_page() -> None:
+    """Over a grid of offsets that meets every interval of 2²⁰, the largest |Σ codes − n·mean| for each n."""
+    h = np.arange(0, 2**32, 2**20, dtype=np.uint64)
+    total, worst = np.zeros((16, h.size)), {}
+    f = np.arange(16)[:, None]
+    for n in range(1, 65):
+        theta = (h + (n - 1) * 0x9E3779B9) % 2**32 >> 28
+        total += f > theta
+        worst[n] = np.abs(total - n * f / 16).max()
+    assert max(worst[n] for n in (1, 8, 16)) <= 1
+    assert max(worst[2], worst[4]) <= 1.5
+    assert 2.4 <= max(worst.values()) <= 2.5

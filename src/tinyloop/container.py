@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .channel import PER_BYTE
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import FormatError, InputError
@@ -34,7 +35,7 @@ _DTYPES = {"U8": torch.uint8, "F16": torch.float16, "BF16": torch.bfloat16, "F32
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FIELDS = ("checksums", "model", "source", "tokenizer", "weights")  # metadata that is JSON
 _SPEC_KEYS = {
-    "affine": {"kind", "bits", "K", "N", "group_size", "integer_zero"},
+    "affine": {"kind", "bits", "K", "N", "group_size", "integer_zero", "channel"},
     "dense": {"kind", "K", "N"},
 }
 _CHUNK = 1 << 22
@@ -121,7 +122,7 @@ def read(path: str | os.PathLike[str], verify: bool = True, progress: Progress |
                 tokenizer = TokenizerData.from_settings(text, about.tokenizer)
         if verify:
             for name, w in weights.items():
-                _check_finite(name, w)
+                _check_values(name, w)
         return Checkpoint(about.config, weights, norms, tokenizer, about.source)
     except (FormatError, SafetensorError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: {error}") from error
@@ -129,15 +130,13 @@ def read(path: str | os.PathLike[str], verify: bool = True, progress: Progress |
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     for name, w in checkpoint.weights.items():
-        _check_finite(name, w)
+        _check_values(name, w)
+        parts = {"bias": w.bias}
         if isinstance(w, QuantWeight):
-            yield f"{name}.q", w.packed.contiguous()
-            yield f"{name}.scale", w.scale.contiguous()
-            yield f"{name}.zero", w.zero.contiguous()
+            parts |= {"q": w.packed, "scale": w.scale, "zero": w.zero, "frac4": w.frac4, "sign_bit": w.sign_bit}
         else:
-            yield f"{name}.weight", w.weight.contiguous()
-        if w.bias is not None:
-            yield f"{name}.bias", w.bias.contiguous()
+            parts["weight"] = w.weight
+        yield from ((f"{name}.{part}", t.contiguous()) for part, t in parts.items() if t is not None)
     yield from ((name, t.contiguous()) for name, t in checkpoint.norms.items())
     if checkpoint.tokenizer is not None:
         yield TOKENIZER_TENSOR, torch.frombuffer(bytearray(checkpoint.tokenizer.json, "utf-8"), dtype=torch.uint8)
@@ -147,18 +146,20 @@ def _spec(w: LinearWeight) -> dict[str, Any]:
     if isinstance(w, DenseWeight):
         return {"kind": "dense", "K": w.K, "N": w.N}
     return {"kind": "affine", "bits": w.bits, "K": w.K, "N": w.N, "group_size": w.group_size,
-            "integer_zero": w.integer_zero}  # fmt: skip
+            "integer_zero": w.integer_zero, "channel": w.channel}  # fmt: skip
 
 
 def _weight(name: str, spec: dict[str, Any], get: Callable[[str], torch.Tensor], about: Description) -> LinearWeight:
-    bias = get(f"{name}.bias") if f"{name}.bias" in about.tensors else None
+    bias, frac4, sign_bit = (
+        get(f"{name}.{part}") if f"{name}.{part}" in about.tensors else None for part in ("bias", "frac4", "sign_bit")
+    )
     try:
         if spec["kind"] == "dense":
             w: LinearWeight = DenseWeight(get(f"{name}.weight"), bias)
         else:
             w = QuantWeight(
                 get(f"{name}.q"), get(f"{name}.scale"), get(f"{name}.zero"), spec["K"], spec["group_size"],
-                spec["bits"], spec["integer_zero"], bias,
+                spec["bits"], spec["integer_zero"], bias, frac4, sign_bit,
             )  # fmt: skip
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
@@ -167,9 +168,15 @@ def _weight(name: str, spec: dict[str, Any], get: Callable[[str], torch.Tensor],
     return w
 
 
-def _check_finite(name: str, w: LinearWeight) -> None:
-    """Extremes instead of `isfinite`, which would need memory of the tensor's own size."""
-    for parameter in (w.scale, w.zero) if isinstance(w, QuantWeight) else ():
+def _check_values(name: str, w: LinearWeight) -> None:
+    """Finite parameters (by extremes, since `isfinite` needs memory of the tensor's own size), channels in range."""
+    if isinstance(w, DenseWeight):
+        return
+    try:
+        w.check_channel()
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from error
+    for parameter in (w.scale, w.zero):
         low, high = parameter.aminmax()
         if not (torch.isfinite(low) and torch.isfinite(high)):
             raise FormatError(f"{name}: scale or zero is NaN or infinite; the source is damaged, convert it again")
@@ -305,7 +312,11 @@ def _check_names(about: Description) -> None:
             raise FormatError(f"{name}: {odd[0]} is missing in the weight's description or not of this version")
         if odd := [key for key in ("K", "N", "bits", "group_size") if type(spec.get(key, 0)) is not int]:
             raise FormatError(f"{name}: {odd[0]}={spec[odd[0]]!r} must be a whole number")
-        parts = ("weight",) if spec["kind"] == "dense" else ("q", "scale", "zero")
+        parts = ["weight"] if spec["kind"] == "dense" else ["q", "scale", "zero"]
+        if (channel := spec.get("channel")) is not None:
+            if channel not in PER_BYTE:
+                raise FormatError(f"{name}: channel {channel!r} is none of {', '.join(PER_BYTE)}; use a newer release")
+            parts.append(channel)
         wanted |= {f"{name}.{part}" for part in parts} | {f"{name}.bias"} & about.tensors.keys()
     if missing := sorted((wanted | about.checksums.keys()) - about.tensors.keys()):
         raise FormatError(f"tensor {missing[0]} is missing; the file is incomplete")

@@ -7,16 +7,24 @@
 Rows run along K so that a product streams whole rows and every parameter of a group lies beside its neighbours along
 N; two codes of one column share a byte, so that unpacking needs a mask and a shift but no shuffle. Eight-bit codes
 (one a byte, [K, N]) exist for embedding tables that come as eight bits; the algebra is the same.
+
+A weight of a loop may carry one channel beside its codes, which says how other iterations round (see channel.py):
+
+    frac4     uint8 [⌈K/2⌉, N]   s in −8..7, packed as q is
+    sign_bit  uint8 [⌈K/8⌉, N]   bit j of byte (i, n) belongs to q[8i + j, n]
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+from . import channel
+from .channel import FRAC4, SIGN_BIT
 from .errors import FormatError
 
 Tensor = torch.Tensor
@@ -38,6 +46,8 @@ class QuantWeight:
     bits: int = 4
     integer_zero: bool = False
     bias: Tensor | None = None  # [N]
+    frac4: Tensor | None = None  # uint8 [⌈K/2⌉, N]
+    sign_bit: Tensor | None = None  # uint8 [⌈K/8⌉, N]
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -60,10 +70,16 @@ class QuantWeight:
         if self.scale.dtype != self.zero.dtype:
             raise FormatError(f"scale is {self.scale.dtype} but zero is {self.zero.dtype}; store both alike")
         _check_bias(self.bias, self.N)
+        _check_channel_shape(self)
 
     @property
     def N(self) -> int:
         return self.packed.shape[1]
+
+    @property
+    def channel(self) -> str | None:
+        """Which channel there is: "frac4", "sign_bit" or None."""
+        return FRAC4 if self.frac4 is not None else SIGN_BIT if self.sign_bit is not None else None
 
     @property
     def groups(self) -> int:
@@ -71,9 +87,9 @@ class QuantWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, parameters and bias."""
-        tensors = [self.packed, self.scale, self.zero] + ([] if self.bias is None else [self.bias])
-        return sum(t.nbytes for t in tensors)
+        """Bytes of codes, parameters, bias and channel."""
+        tensors = (self.packed, self.scale, self.zero, self.bias, self.frac4, self.sign_bit)
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def codes(self) -> Tensor:  # uint8 [K, N], 0..15 (0..255 at 8 bits)
         if self.bits == 8:
@@ -95,21 +111,83 @@ class QuantWeight:
 
     def rows(self, k: int, end: int) -> Tensor:  # fp32 [end − k, N]
         """Rows k..end−1 of W, exact as `dequantize`."""
-        group = torch.arange(k, end) // self.group_size
-        if self.bits == 8:
-            codes = self.packed[k:end]
-        else:
-            rows = self.packed[k // 2 : (end + 1) // 2]
-            codes = torch.stack((rows & 15, rows >> 4), dim=1).flatten(0, 1)[k % 2 :][: end - k]
-        return codes.to(torch.float32).mul_(self.scale[group]).add_(self.zero[group])
+        return self._values(k, self._codes(k, end).to(torch.float32))
+
+    def _codes(self, k: int, end: int) -> Tensor:  # uint8 [end − k, N]
+        return self.packed[k:end] if self.bits == 8 else _nibbles(self.packed, k, end)
+
+    def _values(self, k: int, codes: Tensor) -> Tensor:  # fp32 [R, N], overwritten → fp32 [R, N]
+        """`codes·scale + zero` for rows from k on."""
+        group = torch.arange(k, k + codes.shape[0]) // self.group_size
+        return codes.mul_(self.scale[group]).add_(self.zero[group])
 
     def columns(self, n: Tensor) -> Tensor:  # n int64 [...] → fp32 [..., K]
         """Columns of W, which for an embedding table are the rows of its lookup: exact as `dequantize`."""
         flat = n.reshape(-1)
-        part = dataclasses.replace(
-            self, packed=self.packed[:, flat], scale=self.scale[:, flat], zero=self.zero[:, flat], bias=None
+        part = QuantWeight(
+            self.packed[:, flat], self.scale[:, flat], self.zero[:, flat], self.K, self.group_size, self.bits
         )
         return part.dequantize().t().reshape(*n.shape, self.K)
+
+    def rounding(self, iteration: int) -> QuantWeight:
+        """The weight as loop iteration `iteration` ≥ 0 has it: an ordinary one, with codes of its own."""
+        if self.channel is None:
+            return self
+        packed = torch.empty_like(self.packed)
+        for k, end in self._slabs():
+            step = channel.steps(self.channel, self._channel(k, end), k, iteration)
+            packed[k // 2 : (end + 1) // 2] = pack_nibbles(self._codes(k, end) + step.view(torch.uint8))
+        return dataclasses.replace(self, packed=packed, frac4=None, sign_bit=None)
+
+    def mean(self) -> Tensor:  # fp32 [K, N]
+        """What the roundings tend to on average over iterations; without a channel, W."""
+        if self.channel is None:
+            return self.dequantize()
+        W = torch.empty(self.K, self.N)
+        for k, end in self._slabs():
+            code = self._codes(k, end) + channel.means(self.channel, self._channel(k, end), k)
+            W[k:end] = self._values(k, code)
+        return W
+
+    def with_channel(self, name: str, values: Tensor) -> QuantWeight:  # uint8 [K, N]
+        """The same codes with a channel: frac4 takes s mod 16, sign_bit takes b.
+
+        Raises FormatError where a value is out of range or would lead to a code outside of 0..15.
+        """
+        limit = {FRAC4: 15, SIGN_BIT: 1}.get(name)
+        if limit is None:
+            raise FormatError(f"channel={name!r} is none of {FRAC4!r}, {SIGN_BIT!r}")
+        if values.dtype != torch.uint8 or list(values.shape) != [self.K, self.N] or int(values.max()) > limit:
+            raise FormatError(
+                f"{name} is {values.dtype} {list(values.shape)} up to {int(values.max())}; "
+                f"K={self.K}, N={self.N} needs uint8 [{self.K}, {self.N}] in 0..{limit}"
+            )
+        if name == FRAC4:
+            w = dataclasses.replace(self, frac4=pack_nibbles(values), sign_bit=None)
+        else:
+            w = dataclasses.replace(self, frac4=None, sign_bit=channel.pack_bits(values))
+        w.check_channel()
+        return w
+
+    def check_channel(self) -> None:
+        """Raises FormatError where a rounding would have a code outside of 0..15: kernels would take it for another."""
+        if self.channel is None:
+            return
+        for k, end in self._slabs():
+            code = self._codes(k, end) + channel.means(self.channel, self._channel(k, end), k)
+            if bad := int(((code < 0) | (code > 15)).sum()):
+                raise FormatError(f"{self.channel} leads from {bad} codes in rows {k} to {end - 1} out of 0..15")
+
+    def _channel(self, k: int, end: int) -> Tensor:  # uint8 [end − k, N]; k is a multiple of 8
+        if self.frac4 is not None:
+            return _nibbles(self.frac4, k, end)
+        assert self.sign_bit is not None
+        return channel.unpack_bits(self.sign_bit[k // 8 : (end + 7) // 8], end - k)
+
+    def _slabs(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows of about a million weights, each from a multiple of 8."""
+        step = max(8, (1 << 20) // self.N // 8 * 8)
+        return ((k, min(self.K, k + step)) for k in range(0, self.K, step))
 
     @staticmethod
     def from_codes(
@@ -190,6 +268,24 @@ def pack_nibbles(q: Tensor) -> Tensor:  # uint8 [K, N] → uint8 [⌈K/2⌉, N]
     packed = q[0::2] | q[1::2] << 4
     assert packed.shape[0] * 2 == q.shape[0]
     return packed
+
+
+def _nibbles(packed: Tensor, k: int, end: int) -> Tensor:  # uint8 [⌈K/2⌉, N] → uint8 [end − k, N]
+    rows = packed[k // 2 : (end + 1) // 2]
+    return torch.stack((rows & 15, rows >> 4), dim=1).flatten(0, 1)[k % 2 :][: end - k]
+
+
+def _check_channel_shape(w: QuantWeight) -> None:
+    if w.frac4 is not None and w.sign_bit is not None:
+        raise FormatError("frac4 and sign_bit are both given; a weight has one channel or none")
+    t = w.frac4 if w.frac4 is not None else w.sign_bit
+    if t is None or w.channel is None:
+        return
+    if w.bits != 4:
+        raise FormatError(f"{w.channel} beside {w.bits}-bit codes; a channel goes with 4-bit codes")
+    want = [-(-w.K // channel.PER_BYTE[w.channel]), w.N]
+    if t.dtype != torch.uint8 or list(t.shape) != want:
+        raise FormatError(f"{w.channel} is {t.dtype} {list(t.shape)}; K={w.K}, N={w.N} needs uint8 {want}")
 
 
 def _check_bias(bias: Tensor | None, N: int) -> None:
