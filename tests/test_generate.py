@@ -145,6 +145,16 @@ def test_an_unfinished_character_is_shown_at_the_end(monkeypatch: pytest.MonkeyP
     assert model.generate("x", 3).finish().text == "a�"
 
 
+@given(data=st.lists(st.sampled_from([*"a é字🙂".encode(), 0xFF, 0xF0]), max_size=120))
+def test_streamed_text_is_the_decoded_text(data: list[int]) -> None:
+    tokenizer = MODELS["plain"].tokenizer
+    assert tokenizer is not None
+    stream, ids = tokenizer.stream(), [BYTE_0 + b for b in data]
+    pieces = [stream.push(i) for i in ids]
+    assert "".join(pieces) + stream.flush() == bytes(data).decode(errors="replace") == tokenizer.decode(ids)
+    assert len(stream._ids) <= 33
+
+
 @given(
     said=st.text("ab", min_size=1, max_size=30),
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

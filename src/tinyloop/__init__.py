@@ -16,33 +16,47 @@ from .container import describe as inspect
 from .container import write as save
 from .dispatch import Machine, Plan, Problem, plan
 from .errors import FormatError, InputError, NumericalError, TinyLoopError, UnsupportedError
+from .explain import Explanation, explain
+from .generate import Chat, Generation, Options, generate_batch
 from .loading import import_model, load
 from .model import KVCache, Model
 from .ops import quant_gemm
 from .pack import PackedWeight, pack
+from .sampling import Sampling
+from .score import Protocol, Score, ScoreInterrupted
 from .weight import DenseWeight, QuantWeight
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chat",
     "Checkpoint",
     "DenseWeight",
     "Description",
+    "Explanation",
     "FormatError",
+    "Generation",
     "InputError",
     "KVCache",
     "Machine",
     "Model",
     "ModelConfig",
     "NumericalError",
+    "Options",
     "PackedWeight",
     "Plan",
     "Problem",
+    "Protocol",
     "QuantWeight",
     "Rope",
+    "Sampling",
+    "Score",
+    "ScoreInterrupted",
     "Segment",
     "TinyLoopError",
     "UnsupportedError",
+    "explain",
+    "generate_batch",
     "import_model",
     "inspect",
     "load",

@@ -121,12 +121,12 @@ class TokenStream:
     def push(self, token: int) -> str:
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if text.endswith("�"):
-            return ""
-        piece, self._shown = text[self._shown :], len(text)
-        if len(self._ids) > 32:  # keep one token: decoders may treat the first of a text differently
-            self._ids = self._ids[-1:]
-            self._shown = len(self._tokenizer.decode(self._ids))
+        sure = len(text) - text.endswith("�")  # only the last character can still change
+        piece, self._shown = text[self._shown : sure], sure
+        if len(self._ids) > 32:  # keep the tokens of one character; decoders treat the first of a text differently
+            self._ids = self._ids[-4:]
+            text = self._tokenizer.decode(self._ids)
+            self._shown = len(text) - text.endswith("�")
         return piece
 
     def flush(self) -> str:

@@ -18,9 +18,10 @@ import torch
 
 from ..errors import InputError
 from ..weight import QuantWeight
+from . import rounding
+from .rounding import LEVELS
 
 Tensor = torch.Tensor
-LEVELS = 15  # steps between the smallest and the largest code
 BLOCK = 128  # inputs whose errors are gathered before the rest of the weight is updated
 
 
@@ -30,7 +31,8 @@ class QuantSpec:
 
     `integer_zero`: zero = −z·scale with z in 0..15, the form that GPTQ and AWQ files hold; otherwise zero is a free
     fp16 number, which fits one-sided groups better. `clip`: shrink a group's range where that lowers its error.
-    `order`: visit inputs by energy. `damp`: share of the mean energy that is added to every input's, more if H is
+    `channel` "sign_bit" or "frac4" adds one for cross-iteration rounding: codes and errors are then those of the mean
+    over iterations. `order`: visit inputs by energy. `damp`: share of the mean energy that is added to every input's, more if H is
     singular even so.
     """
 
@@ -39,8 +41,10 @@ class QuantSpec:
     clip: bool = True
     order: bool = True
     damp: float = 0.01
+    channel: str | None = None
 
     def __post_init__(self) -> None:
+        rounding.check(self.channel)
         if self.group_size is not None and self.group_size < 1:
             raise InputError(f"group_size={self.group_size} must be ≥ 1, or None for one group per column")
         if not 0 < self.damp <= 1:
@@ -95,7 +99,7 @@ def gptq(W: Tensor, H: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> Q
 
 def loss(W: Tensor, w: QuantWeight, H: Tensor) -> float:
     """tr((W − Ŵ)ᵀ H (W − Ŵ)): the squared error of the outputs, summed over what H was summed over."""
-    error = W.float() - w.dequantize()
+    error = W.float() - w.mean()
     return float((error * (H.float() @ error)).sum(dtype=torch.float64))
 
 
@@ -157,7 +161,7 @@ def _descend(
                     late = members >= end
                     now[late] -= factor[first:i, members[late]].t() @ errors[: i - first]
                 scale[g], zero[g] = parameters(now, energy[order[members]], spec)
-            q[order[i]] = code = ((left[i] - zero[g]) / scale[g]).round_().clamp_(0, LEVELS)
+            q[order[i]] = code = rounding.nearest_mean((left[i] - zero[g]) / scale[g], spec.channel)
             errors[i - first] = error = (left[i] - (code * scale[g] + zero[g])) / factor[i, i]
             left[i + 1 : end] -= factor[i, i + 1 : end, None] * error
         left[end:] -= factor[first:end, end:].t() @ errors
@@ -173,7 +177,7 @@ def _round_all(W: Tensor, G: int, spec: QuantSpec) -> tuple[Tensor, Tensor, Tens
     pairs = [parameters(part, torch.ones(part.shape[0]), spec) for part in torch.split(W, G)]
     scale, zero = (torch.stack(t) for t in zip(*pairs, strict=True))
     group = torch.arange(W.shape[0]) // G
-    return ((W - zero[group]) / scale[group]).round_().clamp_(0, LEVELS), scale, zero
+    return rounding.nearest_mean((W - zero[group]) / scale[group], spec.channel), scale, zero
 
 
 def parameters(part: Tensor, energy: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -223,6 +227,7 @@ def _half(t: Tensor, scale: Tensor) -> Tensor:
 def _finish(
     W: Tensor, q: Tensor, scale: Tensor, zero: Tensor, G: int, spec: QuantSpec, bias: Tensor | None
 ) -> QuantWeight:
-    return QuantWeight.from_codes(
-        q.to(torch.uint8), scale, zero, min(G, W.shape[0]), bias=bias, integer_zero=spec.integer_zero
-    )
+    codes, values = rounding.split(q, spec.channel)
+    G = min(G, W.shape[0])
+    w = QuantWeight.from_codes(codes, scale, zero, G, bias=bias, integer_zero=spec.integer_zero)
+    return w if values is None or spec.channel is None else w.with_channel(spec.channel, values)
