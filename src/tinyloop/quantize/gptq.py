@@ -31,9 +31,9 @@ class QuantSpec:
 
     `integer_zero`: zero = −z·scale with z in 0..15, the form that GPTQ and AWQ files hold; otherwise zero is a free
     fp16 number, which fits one-sided groups better. `clip`: shrink a group's range where that lowers its error.
-    `channel` "sign_bit" or "frac4" adds one for cross-iteration rounding: codes and errors are then those of the mean
-    over iterations. `order`: visit inputs by energy. `damp`: share of the mean energy that is added to every input's, more if H is
-    singular even so.
+    `order`: visit inputs by energy. `damp`: share of the mean energy that is added to every input's, more if H is
+    singular even so. `channel` "sign_bit" or "frac4" adds one for cross-iteration rounding: codes and errors are then
+    those of the mean over iterations.
     """
 
     group_size: int | None = 128
@@ -75,25 +75,23 @@ def gptq_quantize(W: Tensor, H: Tensor, spec: QuantSpec, bias: Tensor | None = N
 def gptq(W: Tensor, H: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> Quantized:
     """Quantise W [K, N] (any float) for inputs with second moment H [K, K] (fp32, unscaled).
 
-    An input that never fired (H[k, k] = 0) is rounded to nearest. Where H stays singular under all the damping there
-    is, or holds NaN, the whole weight is rounded to nearest, and the note says so. Raises InputError for shapes that
-    disagree and for weights that are not finite.
+    An input that never fired (H[k, k] = 0) is rounded to nearest. Where none fired, H holds NaN, or it stays singular
+    under all the damping there is, the whole weight is rounded to nearest, and the note says so. Raises InputError for
+    shapes that disagree and for weights that are not finite.
     """
     W = _checked(W)
     K = W.shape[0]
     if list(H.shape) != [K, K]:
         raise InputError(f"H has shape {list(H.shape)}; K={K} needs [{K}, {K}]")
     G = spec.group_size or K
-    factor = None
-    if torch.isfinite(H).all():
-        H = H.float()
-        order = _visits(H.diagonal(), G) if spec.order else torch.arange(K)
-        factor = _inverse_factor(H[order][:, order], spec.damp)
-    if factor is None:
+    H = H.float()
+    energy = H.diagonal()
+    order = _visits(energy, G) if spec.order else torch.arange(K)
+    factor = _inverse_factor(H[order][:, order], spec.damp)
+    if isinstance(factor, str):
         w = nearest(W, spec, bias)
-        return Quantized(w, float("nan"), "H is singular or not finite: rounded to nearest instead")
-    q, scale, zero = _descend(W, H.diagonal(), factor, order, G, spec)
-    w = _finish(W, q, scale, zero, G, spec, bias)
+        return Quantized(w, loss(W, w, H), f"{factor}: rounded to nearest instead")
+    w = _finish(W, *_descend(W, energy, factor, order, G, spec), G, spec, bias)
     return Quantized(w, loss(W, w, H))
 
 
@@ -118,58 +116,61 @@ def _visits(energy: Tensor, G: int) -> Tensor:  # [K] → a permutation of K
     return torch.cat([ks[energy[ks].sort(descending=True, stable=True).indices] for ks in groups])
 
 
-def _inverse_factor(H: Tensor, damp: float) -> Tensor | None:
-    """The upper Cholesky factor of (H + damping)⁻¹, in the order of visits; None where no damping up to 1 helps."""
-    diagonal = H.diagonal()
-    fired = diagonal > 0
+def _inverse_factor(H: Tensor, damp: float) -> Tensor | str:
+    """The upper Cholesky factor of (H + damping)⁻¹, in the order of visits, or why there is none.
+
+    H is first divided by its mean energy: the factor's scale cancels in the descent, and neither very large nor very
+    small activations leave fp32's range.
+    """
+    if not torch.isfinite(H).all():
+        return "H holds NaN or infinite values"
+    fired = H.diagonal() > 0
     if not fired.any():
-        return None
-    mean = diagonal[fired].mean()
+        return "no input ever fired"
+    H = H / H.diagonal()[fired].double().mean().float()
     while damp <= 1:
-        damped = H + torch.diag(torch.where(fired, damp * mean, mean))
+        damped = H + torch.diag(torch.where(fired, damp, 1.0))
         lower: Tensor
         upper: Tensor
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and torch.isfinite(upper).all():
                 return upper
         damp *= 10
-    return None
+    return "H stays singular under damping"
 
 
 def _descend(
     W: Tensor, energy: Tensor, factor: Tensor, order: Tensor, G: int, spec: QuantSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ proper: codes [K, N] and parameters [K/G, N], in the stored order."""
+    """GPTQ proper: codes [K, N] and parameters [K/G, N], in the stored order.
+
+    Within a block each error is handed on at once, to the inputs after the block when it ends. A group that starts here
+    and ends later takes its parameters from what is left after every error so far, so its late members get those first.
+    """
     K, N = W.shape
-    left = W[order].clone()  # what is to be represented, corrected as errors arrive
-    group_of = order // G
+    left = W[order]  # what is to be represented, corrected as errors arrive
+    group_of = (order // G).tolist()
     q = torch.empty(K, N)
     scale, zero = torch.empty(-(-K // G), N), torch.empty(-(-K // G), N)
     for first in range(0, K, BLOCK):
         end = min(first + BLOCK, K)
         errors = torch.empty(end - first, N)
         for i in range(first, end):
-            g = int(group_of[i])
-            if i == 0 or g != int(group_of[i - 1]):
-                members = (group_of == g).nonzero()[:, 0] if not spec.order else torch.arange(i, i + _size(g, G, K))
-                now = left[members]
-                if int(members[-1]) >= end:  # members beyond this block still await its errors
-                    now = now.clone()
-                    late = members >= end
-                    now[late] -= factor[first:i, members[late]].t() @ errors[: i - first]
-                scale[g], zero[g] = parameters(now, energy[order[members]], spec)
+            g = group_of[i]
+            if i == 0 or g != group_of[i - 1]:
+                last = i + min(G, K - g * G)  # the last group in the stored order may be short, wherever it is visited
+                now = left[i:last]
+                if last > end:
+                    late = left[end:last] - factor[first:i, end:last].t() @ errors[: i - first]
+                    now = torch.cat((left[i:end], late))
+                scale[g], zero[g] = parameters(now, energy[order[i:last]], spec)
             q[order[i]] = code = rounding.nearest_mean((left[i] - zero[g]) / scale[g], spec.channel)
             errors[i - first] = error = (left[i] - (code * scale[g] + zero[g])) / factor[i, i]
             left[i + 1 : end] -= factor[i, i + 1 : end, None] * error
         left[end:] -= factor[first:end, end:].t() @ errors
     return q, scale, zero
-
-
-def _size(g: int, G: int, K: int) -> int:
-    return min(G, K - g * G)
 
 
 def _round_all(W: Tensor, G: int, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,22 +207,25 @@ def _error(part: Tensor, energy: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def _affine(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """scale and zero that put code 0 at `low` and code 15 at `high`; a constant group is met exactly by its zero."""
+    """scale and zero that put code 0 at `low` and code 15 at `high`; a constant group is met exactly."""
+    flat = low == high
     if spec.integer_zero:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-    raw = (high - low) / LEVELS
-    scale = _half(raw, raw)
-    flat = scale == 0
-    scale = torch.where(flat, 1.0, scale)
-    if spec.integer_zero:
+        raw = (high.clamp(min=0) - low.clamp(max=0)) / LEVELS
+        scale = torch.where(flat, low.abs(), _half(raw))  # constant: code 1 over z = 0, or code 0 over z = 1
+        scale = torch.where(scale == 0, 1.0, scale)
         return scale, -(-low / scale).round().clamp(0, LEVELS) * scale
-    return scale, torch.where(flat, low, _half(low, raw))
+    raw = (high - low) / LEVELS
+    scale = _half(raw)
+    zero = low.to(torch.float16).float()
+    zero = torch.where((zero - low).abs() <= scale / 16, zero, low)  # a narrow group far from 0 needs fp32
+    flat |= scale == 0
+    return torch.where(flat, 1.0, scale), torch.where(flat, low, zero)
 
 
-def _half(t: Tensor, scale: Tensor) -> Tensor:
-    """t rounded to fp16, except in groups whose scale fp16 would hold with fewer than 11 bits or not at all."""
-    half = t.to(torch.float16).float()
-    return torch.where((scale >= 2.0**-14) & torch.isfinite(half), half, t)
+def _half(scale: Tensor) -> Tensor:
+    """scale rounded to fp16, except where fp16 would hold it with fewer than 11 bits or not at all."""
+    half = scale.to(torch.float16).float()
+    return torch.where((scale >= 2.0**-14) & torch.isfinite(half), half, scale)
 
 
 def _finish(
