@@ -26,6 +26,8 @@ from tinyloop.weight import QuantWeight
 if not machine().numba:
     pytest.skip("numba is not installed", allow_module_level=True)
 
+import numba
+
 from tinyloop.cpu import decode, jit, kernels, panel, simd, team
 
 TILE = panel.TILE
@@ -217,6 +219,18 @@ def test_exp_row(dtype: Any) -> None:
     assert total == pytest.approx(exact.sum(), rel=2e-5 if dtype == np.uint16 else 2e-6)
     assert (y[-16::4] == 0).all()
     assert out.intact
+
+
+def test_rounding_without_the_hardwares_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What older CPUs run, compiled afresh and uncached, against what this one runs."""
+    monkeypatch.setattr(simd, "HAS_DPBF16", False)
+    gate = words(torch.cat((normal(4096), torch.full((128,), 96.0))))
+    up = words(torch.cat((normal(4096, seed=1), 1 + torch.arange(128) / 128)))  # 96·up: every second one is a tie
+    portable, native = gate.copy(), gate.copy()
+    numba.njit(swiglu_row.py_func)(portable, up)
+    monkeypatch.undo()
+    swiglu_row(native, up)
+    assert np.array_equal(portable, native)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["fp32", "bf16"])
