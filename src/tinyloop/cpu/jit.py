@@ -24,10 +24,13 @@ class _Cache(FunctionCache):
 
 
 def jit(function=None, *, fastmath=False):
-    """Compile at first call, without the interpreter's lock; `fastmath` as in `numba.njit`."""
+    """Compile at first call, without the interpreter's lock; `fastmath` as in `numba.njit`.
+
+    A division by zero gives infinity, as in numpy: an exception on one thread would leave the others at a barrier.
+    """
     if function is None:
         return lambda f: jit(f, fastmath=fastmath)
-    dispatcher = numba.njit(nogil=True, fastmath=fastmath)(function)
+    dispatcher = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
     with suppress(RuntimeError):  # numba found no writable place
         dispatcher._cache = _Cache(function)
     return dispatcher

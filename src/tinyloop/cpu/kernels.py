@@ -1,7 +1,7 @@
 """CPU kernels that others are built of: exact products with panel weights, and passes over rows.
 
-Every function with `t, T` runs on all threads of a team at once (team.py): thread `t` of `T` takes its share, and `sync`
-separates phases. Nothing is allocated and the interpreter is not entered inside.
+Every function with `t, T` runs on all threads of a team at once (team.py): thread `t` of `T` takes its share, and
+`sync` separates phases. Nothing is allocated and the interpreter is not entered inside.
 """
 # mypy: ignore-errors
 
