@@ -56,6 +56,9 @@ CHOSEN = {
     "eight bits, no numba": (problem(1, bits=8), NO_NUMBA, "dense"),
     "dense weight": (problem(1, bits=16, cached=True), ALL, "dense_cache"),
     "dense weight, fp16": (problem(1, F16, bits=16, cached=True), ALL, "native"),
+    "channel, an iteration": (problem(1, channel="frac4", iteration=0), ALL, "cross_iter"),
+    "channel, exact, fp16": (problem(64, F16, channel="sign_bit", iteration=1, exact=True), BARE, "cross_iter"),
+    "channel, none asked for": (problem(1, channel="frac4"), ALL, "panel"),
     "ragged": (problem(3, F32, K=7, N=1, G=3), ALL, "panel"),
 }
 
@@ -67,6 +70,13 @@ def test_chosen_kernel(case: str) -> None:
 
 
 REFUSED = {
+    "cross_iter, no channel": (
+        ("cross_iter", ALL, {"iteration": 1}), "the weight has no channel (frac4 or sign_bit)",
+    ),
+    "cross_iter, off": (
+        ("cross_iter", ALL, {"channel": "frac4"}),
+        "no iteration's rounding is asked for: TINYLOOP_CROSS_ITER_ROUND is not 1, or nothing loops",
+    ),
     "panel, dense weight": (("panel", ALL, {"bits": 16}), "the weight is dense (16 bits)"),
     "panel, no numba": (("panel", NO_NUMBA, {}), "numba is not installed: pip install 'tinyloop[cpu]'"),
     "panel, bare": (("panel", ALL, {"packed": False}), "the weight is not packed; pack it once with tinyloop.pack"),

@@ -67,6 +67,11 @@ def distinct(channel: str, iteration: int) -> int:
     return iteration % 2 if channel == SIGN_BIT else iteration
 
 
+def roundings(channel: str, iterations: int) -> int:
+    """How many different roundings `iterations` iterations use."""
+    return min(2, iterations) if channel == SIGN_BIT else iterations
+
+
 def pack_bits(b: Tensor) -> Tensor:  # uint8 [K, N] of 0 and 1 → uint8 [⌈K/8⌉, N]
     """Bit j of byte (i, n) = b[8i + j, n]; rows beyond K are 0."""
     return torch.from_numpy(np.packbits(b.numpy(), axis=0, bitorder="little"))

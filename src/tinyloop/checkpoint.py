@@ -14,7 +14,7 @@ import torch
 from .config import ModelConfig
 from .errors import FormatError
 from .tokenizer import TokenizerData
-from .weight import LinearWeight
+from .weight import LinearWeight, QuantWeight
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Checkpoint:
             w = self.weights[name]
             if (w.K, w.N) != (K, N):
                 raise FormatError(f"{name} is K={w.K}, N={w.N}; the configuration needs K={K}, N={N}")
+            if isinstance(w, QuantWeight) and w.channel and not self.config.in_loop(name):
+                raise FormatError(
+                    f"{name} has the channel {w.channel}, but is not in a loop; drop it: nothing reads it"
+                )
         for name, length in self.config.norm_shapes().items():
             t = self.norms[name]
             if list(t.shape) != [length] or not t.is_floating_point():

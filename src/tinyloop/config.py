@@ -128,6 +128,16 @@ class ModelConfig:
                     yield layer, iteration
             first += segment.layers
 
+    def in_loop(self, name: str) -> bool:
+        """Whether the linear weight `name` belongs to the loop segment, whatever its loop count."""
+        first = 0
+        for segment in self.segments:
+            layers = range(first, first + segment.layers)
+            if segment.name == "loop" and name.startswith(tuple(f"layers.{i}." for i in layers)):
+                return True
+            first += segment.layers
+        return False
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Name → (K, N) of every linear weight and of the embedding, which is stored as the head would be."""
         D, F = self.hidden_size, self.intermediate_size

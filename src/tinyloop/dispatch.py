@@ -17,9 +17,13 @@ from importlib.util import find_spec
 
 import torch
 
+from .errors import InputError
+
 # Rows up to which the panel kernel, which decodes 4-bit weights once for four rows, beats the dense product: on a kept
 # bf16 copy, on a kept fp32 copy (half the arithmetic rate), and on a bf16 copy made for this call alone.
 PANEL_ROWS, PANEL_ROWS_FP32, PANEL_ROWS_UNKEPT = 4, 12, 24
+
+CROSS_ITER_ROUND = "TINYLOOP_CROSS_ITER_ROUND"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Problem:
     packed: bool = True  # device layouts may be derived and kept (false for a bare QuantWeight)
     cached: bool = False  # a dense copy is kept
     exact: bool = False  # fp32 arithmetic whatever dtype is
+    channel: str | None = None  # the weight's, for cross-iteration rounding
+    iteration: int | None = None  # of the loop, whose rounding is asked for
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,22 @@ def machine() -> Machine:
 def default_dtype(m: Machine | None = None) -> torch.dtype:
     """bf16 where the CPU multiplies it in hardware, else fp32."""
     return torch.bfloat16 if (m or machine()).bf16 else torch.float32
+
+
+def cross_iter_round() -> bool:
+    """What TINYLOOP_CROSS_ITER_ROUND asks for: 1 is on, 0 or unset is off. Raises InputError for anything else."""
+    value = os.environ.get(CROSS_ITER_ROUND, "0")
+    if value not in ("0", "1"):
+        raise InputError(f"{CROSS_ITER_ROUND}={value!r} is neither '0' nor '1'; set one of them, or unset it")
+    return value == "1"
+
+
+def _cross_iter(p: Problem, m: Machine) -> str | None:
+    if p.channel is None:
+        return "the weight has no channel (frac4 or sign_bit)"
+    if p.iteration is None:
+        return f"no iteration's rounding is asked for: {CROSS_ITER_ROUND} is not 1, or nothing loops"
+    return None
 
 
 def _panel(p: Problem, m: Machine) -> str | None:
@@ -134,7 +156,9 @@ def _dense(p: Problem, m: Machine) -> str | None:
     return None
 
 
+# cross_iter is first, since every other kernel reads the codes alone.
 CPU_KERNELS = (
+    Kernel("cross_iter", "dense product on the loop iteration's own rounding", _cross_iter),
     Kernel("panel", "exact fp32 product on 4- or 8-bit panels, compiled by LLVM", _panel),
     Kernel("int4pack", "torch's int4 product, bf16 activations", _int4pack),
     Kernel("dense_cache", "dense product on a dequantised copy that is kept", _dense_cache),

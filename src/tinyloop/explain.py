@@ -34,6 +34,7 @@ class WeightPlans:
     G: int
     bits: int
     plans: tuple[Plan, ...]  # one per entry of Explanation.rows
+    channel: str | None = None  # for cross-iteration rounding
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Explanation:
         table = Table("weight", "K", "N", "G", "bits", *(f"M={M}" for M in self.rows))
         for w in self.weights:
             name = f"{w.name} ×{w.count}" if w.count > 1 else w.name
-            numbers = (str(n) for n in (w.K, w.N, w.G, w.bits))
+            bits = f"{w.bits} + {w.channel}" if w.channel else str(w.bits)
+            numbers = (*map(str, (w.K, w.N, w.G)), bits)
             table.add_row(escape(name), *numbers, *(p.kernel for p in w.plans))
         yield table
         yield f"Activations: {self.dtype}."
@@ -100,7 +102,8 @@ class Explanation:
 def explain(subject: Model | Problem | str | os.PathLike[str], rows: tuple[int, ...] = ROWS) -> Explanation:
     """The plans of every product in a model or a `.tinyloop` file for each number of rows, or of one problem."""
     if isinstance(subject, Problem):
-        one = WeightPlans("problem", 1, subject.K, subject.N, subject.G, subject.bits, (plan(subject),))
+        p = subject
+        one = WeightPlans("problem", 1, p.K, p.N, p.G, p.bits, (plan(p),), p.channel)
         return Explanation(_name(subject.dtype), (subject.M,), (one,))
     if isinstance(subject, str | os.PathLike):
         from .loading import load
@@ -113,12 +116,13 @@ def explain(subject: Model | Problem | str | os.PathLike[str], rows: tuple[int, 
 
 def _grouped(model: Model, rows: tuple[int, ...]) -> tuple[WeightPlans, ...]:
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, w in model.weights.items():
+    for name in model.weights:
         if name == "embed" and not model.config.tie_word_embeddings:
             continue  # its rows are looked up, never multiplied
+        w = model.weight(name, 0 if (model.config.loops or 1) > 1 else None)
         problems = [problem(w, M, model.dtype) for M in rows]
         p, plans = problems[0] if problems else problem(w, 1, model.dtype), tuple(map(plan, problems))
-        groups.setdefault((_pattern(name), p.K, p.N, p.G, p.bits, plans), []).append(name)
+        groups.setdefault((_pattern(name), p.K, p.N, p.G, p.bits, plans, p.channel), []).append(name)
     patterns = [key[0] for key in groups]
     return tuple(
         WeightPlans(key[0] if patterns.count(key[0]) == 1 else f"{names[0]} …", len(names), *key[1:])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from . import dispatch, layers
+from . import channel, dispatch, layers
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import InputError
@@ -62,11 +62,13 @@ class Model:
     """Built by `tinyloop.load`. Holds packed weights, norms and the tokenizer; keeps no state between calls.
 
     `dtype` is that of products and of the KV cache: float32, or bfloat16 (the default where the CPU has it).
+    `cross_iter_round`: loop iterations round each on their own where the weights have channels; None asks the
+    environment, TINYLOOP_CROSS_ITER_ROUND, once.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, linear: Linear = quant_gemm,
-        budget: int | None = None,
+        budget: int | None = None, cross_iter_round: bool | None = None,
     ):  # fmt: skip
         self.config = checkpoint.config
         self.dtype = dtype or dispatch.default_dtype()
@@ -76,6 +78,7 @@ class Model:
         self.tokenizer = None if checkpoint.tokenizer is None else Tokenizer(checkpoint.tokenizer)
         self.weights = {name: PackedWeight(w) for name, w in checkpoint.weights.items()}
         self.norms = {n: t.to(torch.float32, copy=True) for n, t in checkpoint.norms.items()}  # aligned, out of the map
+        self.cross_iter_round = dispatch.cross_iter_round() if cross_iter_round is None else cross_iter_round
         self._linear = linear
         self._ops = between(self.dtype)
         self._attention = [self._attention_of(i) for i in range(self.config.num_layers)]
@@ -129,15 +132,17 @@ class Model:
         positions = start[:, None] + torch.arange(T)  # [B, T]
         rope = self.rope(positions)
         x, y = self.embed(tokens), None  # fp32 [B, T, D], and what is still to be added to it
-        for slot, (layer, _) in enumerate(config.applications()):
+        loops = config.loops or 1
+        for slot, (layer, i) in enumerate(config.applications()):
+            turn = i if loops > 1 else None  # of one iteration alone, the codes are the better rounding
             kv = None if cache is None else (cache.k[slot], cache.v[slot])
             h = self._norm(x, y, f"layers.{layer}.attn_norm")
             h = self._ops.attention(
-                self._apply(h, f"layers.{layer}.attn_qkv"), self._attention[layer], rope, positions, kv
+                self._apply(h, f"layers.{layer}.attn_qkv", turn), self._attention[layer], rope, positions, kv
             )
-            h = self._norm(x, self._apply(h, f"layers.{layer}.attn_out"), f"layers.{layer}.mlp_norm")
-            gate, up = self._apply(h, f"layers.{layer}.mlp_gate"), self._apply(h, f"layers.{layer}.mlp_up")
-            y = self._apply(self._ops.swiglu(gate, up), f"layers.{layer}.mlp_down")
+            h = self._norm(x, self._apply(h, f"layers.{layer}.attn_out", turn), f"layers.{layer}.mlp_norm")
+            gate, up = (self._apply(h, f"layers.{layer}.{name}", turn) for name in ("mlp_gate", "mlp_up"))
+            y = self._apply(self._ops.swiglu(gate, up), f"layers.{layer}.mlp_down", turn)
         if cache is not None:
             cache.lengths += T
         return self._norm(x, y, "final_norm")
@@ -190,12 +195,19 @@ class Model:
 
         return generate.generate(self, prompt, generate.Options(max_tokens, sampling, stop, loops))
 
+    def weight(self, name: str, iteration: int | None) -> PackedWeight:
+        """The weight as iteration `iteration` of the loop reads it; None where nothing loops."""
+        w = self.weights[name]
+        return w if iteration is None or not self.cross_iter_round else w.at(iteration)
+
     def fused_refusal(self) -> str | None:
         """Why decoding does not take the fused step, or None where it does."""
         if not dispatch.machine().numba:
             return "numba is not installed: pip install 'tinyloop[cpu]'"
         if self._linear is not quant_gemm:
             return "the linear operation was replaced"
+        if self.cross_iter_round and any(w.channel for w in self.weights.values()):
+            return "cross-iteration rounding is on"
         from .cpu.decode import refusal
 
         return refusal(self)
@@ -218,8 +230,8 @@ class Model:
     def _head(self, hidden: Tensor) -> Tensor:
         return self._apply(hidden, "embed" if self.config.tie_word_embeddings else "head")
 
-    def _apply(self, x: Tensor, name: str) -> Tensor:
-        return self._linear(x, self.weights[name])
+    def _apply(self, x: Tensor, name: str, iteration: int | None = None) -> Tensor:
+        return self._linear(x, self.weight(name, iteration))
 
     def _norm(self, x: Tensor, y: Tensor | None, name: str) -> Tensor:
         normed: Tensor = self._ops.add_norm(x, y, self.norms[name], self.config.rms_norm_eps, self.dtype)
@@ -244,7 +256,7 @@ def between(dtype: torch.dtype) -> ModuleType:
 
 def keep_dense(model: Model, budget: int) -> None:
     """Allow dense copies within `budget` bytes: loop blocks first, since they are read once per iteration, then the
-    head, then the others in order."""
+    head, then the others in order. Where iterations round on their own, each rounding is a copy."""
     repeats = {layer: 0 for layer, _ in model.config.applications()}
     for layer, _ in model.config.applications():
         repeats[layer] += 1
@@ -257,6 +269,9 @@ def keep_dense(model: Model, budget: int) -> None:
         if name == "embed" and not model.config.tie_word_embeddings:
             continue
         size = w.weight.K * w.weight.N * model.dtype.itemsize
-        if size <= budget:
+        if w.channel is not None and model.cross_iter_round and reads(name) > 1:
+            w.keep_roundings = min(channel.roundings(w.channel, reads(name)), budget // size)
+            budget -= w.keep_roundings * size
+        elif size <= budget:
             w.keep_dense = True
             budget -= size

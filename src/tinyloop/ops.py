@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from .dispatch import Plan, Problem, plan
+from .dispatch import Plan, Problem, machine, plan
 from .errors import InputError
 from .pack import PackedWeight, dense_product
 from .weight import DenseWeight, LinearWeight, QuantWeight
@@ -31,6 +31,7 @@ def quant_gemm(
     """`x @ W + bias` with `W = q·scale + zero`.
 
     A `PackedWeight` (see `pack`) keeps the layouts that make repeated products fast; a bare weight keeps nothing.
+    `pack(w).at(i)` is the weight as loop iteration i rounds it, where it has a channel.
     `exact` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, and where a
     gradient is expected.
     """
@@ -55,7 +56,9 @@ def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, ba
         G, bits = weight.K, 8 * weight.weight.element_size()
     else:
         G, bits = weight.group_size, weight.bits
-    return Problem(M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact)
+    return Problem(
+        M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact, w.channel, w.iteration
+    )
 
 
 def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
@@ -63,6 +66,8 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
         return x.new_empty(0, p.N)
     chosen: Plan = plan(p)
     calls[chosen.kernel] += 1
+    if chosen.kernel == "cross_iter":
+        return _cross_iter(x, w, p.exact)
     if chosen.kernel == "panel":
         from .cpu.decode import panel_product
 
@@ -75,6 +80,17 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
     if chosen.kernel in ("dense_cache", "dense"):
         return dense_product(x.contiguous(), w.dense(x.dtype, chosen.kernel == "dense_cache"), w.bias(x.dtype))
     return _native(x, w.weight)
+
+
+def _cross_iter(x: Tensor, w: PackedWeight, exact: bool) -> Tensor:  # any float [M, K] → x's dtype [M, N]
+    """bf16 where that is allowed and fast, else fp32; without room for this rounding's copy, one made for the call."""
+    half = x.dtype == torch.bfloat16 and not exact and machine().bf16
+    dtype = torch.bfloat16 if half else torch.float32
+    assert w.iteration is not None
+    keep = w.iteration < w.keep_roundings
+    if not (keep or half):
+        return _native(x, w.rounding())
+    return dense_product(x.to(dtype).contiguous(), w.dense(dtype, keep), w.bias(dtype)).to(x.dtype)
 
 
 def _native(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → x's dtype [M, N]

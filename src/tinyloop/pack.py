@@ -6,10 +6,12 @@ model that only scores holds dense copies, and one that only decodes holds panel
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
+from . import channel
 from .dispatch import machine
 from .weight import DenseWeight, LinearWeight, QuantWeight
 
@@ -17,22 +19,40 @@ Tensor = torch.Tensor
 
 
 class PackedWeight:
-    """A linear weight and its derived layouts. `keep_dense` allows a dense copy to be kept (memory for speed)."""
+    """A linear weight and its derived layouts. `keep_dense` allows a dense copy to be kept (memory for speed), and
+    `keep_roundings` those of as many loop iterations. `iteration` is set in what `at` returns, and nowhere else.
+    """
 
     def __init__(self, weight: LinearWeight, keep_dense: bool = False):
         self.weight = weight
         self.keep_dense = keep_dense or isinstance(weight, DenseWeight)
+        self.keep_roundings = 0
+        self.iteration: int | None = None
         self._panel: Any = None
         self._int4: tuple[Tensor, Tensor] | None = None
-        self._dense: dict[torch.dtype, Tensor] = {}
+        self._dense: dict[tuple[torch.dtype, int | None], Tensor] = {}
         self._bias: dict[torch.dtype, Tensor] = {}
 
     @property
+    def channel(self) -> str | None:
+        """The weight's channel for cross-iteration rounding: "frac4", "sign_bit" or None."""
+        return self.weight.channel if isinstance(self.weight, QuantWeight) else None
+
+    def at(self, iteration: int) -> PackedWeight:
+        """This weight as loop iteration `iteration` rounds it, sharing all layouts; itself without a channel."""
+        if self.channel is None:
+            return self
+        view = copy.copy(self)
+        view.iteration = channel.distinct(self.channel, iteration)
+        return view
+
+    @property
     def layouts(self) -> dict[str, int]:
-        """Derived layouts that exist now, in bytes."""
-        sizes = {
-            f"dense {str(d).removeprefix('torch.')}": self.weight.K * self.weight.N * d.itemsize for d in self._dense
-        }
+        """Derived layouts that exist now, in bytes; dense copies of all iterations together."""
+        sizes: dict[str, int] = {}
+        for dtype, _ in self._dense:
+            name = f"dense {str(dtype).removeprefix('torch.')}"
+            sizes[name] = sizes.get(name, 0) + self.weight.K * self.weight.N * dtype.itemsize
         if self._panel is not None:
             sizes["panel"] = self._panel.data.nbytes
         if self._int4 is not None:
@@ -81,14 +101,21 @@ class PackedWeight:
         return 1 if w.group_size in (32, 64, 128, 256) else w.K // 32
 
     def dense(self, dtype: torch.dtype, keep: bool) -> Tensor:
-        """W as `dense_product` takes it: reordered for oneDNN when kept, [N, K] otherwise."""
-        if dtype in self._dense:
-            return self._dense[dtype]
-        w = self.weight
+        """W, or its rounding in this iteration, as `dense_product` takes it: reordered for oneDNN when kept, [N, K]
+        otherwise."""
+        key = dtype, self.iteration
+        if key in self._dense:
+            return self._dense[key]
+        w = self.rounding()
         W = w.weight.to(dtype) if isinstance(w, DenseWeight) else _dequantize(w, dtype).t()
         if keep:
-            self._dense[dtype] = W = _reorder(W)
+            self._dense[key] = W = _reorder(W)
         return W
+
+    def rounding(self) -> LinearWeight:
+        """The weight as this iteration has it."""
+        w = self.weight
+        return w if self.iteration is None or isinstance(w, DenseWeight) else w.rounding(self.iteration)
 
     def drop_dense(self) -> None:
         """Give dense copies back to the system."""
