@@ -22,6 +22,7 @@ from .loading import import_model, load
 from .model import KVCache, Model
 from .ops import quant_gemm
 from .pack import PackedWeight, pack
+from .quantize import QuantSpec, gptq_quantize, quantize
 from .sampling import Sampling
 from .score import Protocol, Score, ScoreInterrupted
 from .weight import DenseWeight, QuantWeight
@@ -47,6 +48,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Protocol",
+    "QuantSpec",
     "QuantWeight",
     "Rope",
     "Sampling",
@@ -57,11 +59,13 @@ __all__ = [
     "UnsupportedError",
     "explain",
     "generate_batch",
+    "gptq_quantize",
     "import_model",
     "inspect",
     "load",
     "pack",
     "plan",
     "quant_gemm",
+    "quantize",
     "save",
 ]

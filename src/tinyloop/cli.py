@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from . import __version__
+from . import __version__, cli_quantize
 from .errors import InputError
 from .terminal import Guarded, bar, say, stdout
 
@@ -85,6 +85,9 @@ def import_(
     print(f"{dst}: {result['bytes']:,} bytes in {result['seconds']:.1f} s")
     for note in checkpoint.notes:
         print(f"  {note}")
+
+
+app.command()(cli_quantize.quantize)
 
 
 @app.command()

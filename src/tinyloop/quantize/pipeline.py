@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import hashlib
-import json
-import os
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..checkpoint import Checkpoint
 from ..config import ModelConfig, Segment
 from ..errors import InputError
+from ..interrupt import uninterrupted
 from ..model import Model
 from ..ops import quant_gemm
 from ..pack import PackedWeight, pack
-from ..weight import DenseWeight, LinearWeight, QuantWeight
+from ..weight import LinearWeight, QuantWeight
 from .gptq import Quantized, QuantSpec, gptq, nearest
+from .store import LayerReport, Store, digest
 
 Tensor = torch.Tensor
 STAGES = (("attn_qkv",), ("attn_out",), ("mlp_gate", "mlp_up"), ("mlp_down",))
@@ -57,39 +55,37 @@ class Settings:
         return None if name in ("embed", "head") else self.spec
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """One quantised weight: its name, GPTQ's loss relative to the output's energy tr(WᵀHW), and a note or None."""
-
-    name: str
-    relative_loss: float
-    note: str | None
-
-
 Progress = Callable[[int, int, str], None]  # weights done, weights in all, what was just done
 
 
 def preflight(checkpoint: Checkpoint, settings: Settings) -> list[str]:
     """Names that will be quantised, in order. Raises InputError, before any work, for a weight that cannot be: already
     quantised, or with a group longer than its K; every offender is listed with the way out."""
-    names, problems = [], []
-    for name in order(checkpoint.config):
-        spec, w = settings.of(name), checkpoint.weights[name]
-        if spec is None:
-            continue
-        if isinstance(w, QuantWeight):
-            problems.append(f"{name} has {w.bits}-bit codes already")
-        elif spec.group_size is not None and w.K < spec.group_size:
-            problems.append(f"{name} has K={w.K} < group {spec.group_size}")
-        names.append(name)
-    if problems:
+    everything = list(order(checkpoint.config))
+    for pattern, _ in settings.rules:
+        if not fnmatch.filter(everything, pattern):
+            raise InputError(f"rule {pattern!r} fits no weight; names are like {everything[0]}, {everything[-1]}")
+    names = [name for name in everything if settings.of(name) is not None]
+    channels = {spec.channel for name in names if (spec := settings.of(name)) and spec.channel}
+    if channels and (checkpoint.config.loops or 1) == 1:
+        raise InputError(f"channel={channels.pop()!r}, but this model applies every weight once; leave the channel out")
+    if problems := [p for n in names if (p := _problem(n, checkpoint.weights[n], _spec(checkpoint, settings, n)))]:
         raise InputError(
-            f"{len(problems)} weights cannot be quantised: {'; '.join(problems[:5])}"
-            f"{' …' if len(problems) > 5 else ''}; start from a dense checkpoint, choose another group, or skip them"
+            f"{len(problems)} weights cannot be quantised: {'; '.join(problems[:8])}"
+            f"{' …' if len(problems) > 8 else ''}; start from a dense checkpoint, choose another group (--group), or "
+            "skip them (--rule 'NAME=skip')"
         )
     if not names:
         raise InputError("no weight is left to quantise; every name is skipped by a rule")
     return names
+
+
+def _problem(name: str, w: LinearWeight, spec: QuantSpec) -> str | None:
+    if isinstance(w, QuantWeight):
+        return f"{name} is quantised already ({w.bits} bits)"
+    if spec.group_size is not None and w.K < spec.group_size:
+        return f"{name} has K={w.K} < group {spec.group_size}"
+    return None
 
 
 def order(config: ModelConfig) -> Iterator[str]:
@@ -100,39 +96,50 @@ def order(config: ModelConfig) -> Iterator[str]:
     yield from (name for name in ("head", "embed") if name in config.linear_shapes())
 
 
-def quantize(
+def quantize_weights(
     checkpoint: Checkpoint, tokens: Tensor | None, settings: Settings, work: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[Checkpoint, list[LayerReport]]:  # fmt: skip
     """Quantise by `settings`; tokens int64 [texts, length] are the calibration, None for method "nearest".
 
     `work` is a folder for finished layers, made if missing; a second call with the same arguments goes on from it, one
-    with other arguments raises InputError. Raises InputError as `preflight` does.
+    with other arguments raises InputError. With it memory stays flat over layers: results are mapped from there.
+    Raises InputError as `preflight` does.
     """
     names = preflight(checkpoint, settings)
     if settings.method == "nearest":
-        new = {n: nearest(_dense(checkpoint, n), _spec(settings, n), checkpoint.weights[n].bias) for n in names}
-        return _with(checkpoint, new), []
+        return _with(checkpoint, _nearest(checkpoint, names, settings, progress)), []
     if tokens is None or tokens.dim() != 2 or not tokens.numel():
         raise InputError("method 'gptq' needs calibration tokens [texts, length]")
-    run = _Run(checkpoint, tokens, settings, _Store(work, checkpoint, tokens, settings), len(names), progress)
+    store = Store(work, digest(checkpoint, tokens, settings) if work else "")
+    run = _Run(checkpoint, tokens, settings, store, progress)
     for segment, first in _segments(checkpoint.config):
         run.segment(segment, first)
     run.heads()
     return _with(checkpoint, run.made), run.reports
 
 
+def _nearest(
+    checkpoint: Checkpoint, names: list[str], settings: Settings, progress: Progress | None
+) -> dict[str, LinearWeight]:
+    made: dict[str, LinearWeight] = {}
+    for name in names:
+        made[name] = nearest(_dense(checkpoint, name), _spec(checkpoint, settings, name), checkpoint.weights[name].bias)
+        if progress:
+            progress(len(made), len(names), name)
+    return made
+
+
 class _Run:
     """The state between stages: the model as quantised so far, and x of every calibration text."""
 
     def __init__(
-        self, checkpoint: Checkpoint, tokens: Tensor, settings: Settings, store: _Store, total: int,
-        progress: Progress | None,
-    ):  # fmt: skip
+        self, checkpoint: Checkpoint, tokens: Tensor, settings: Settings, store: Store, progress: Progress | None
+    ):
         self.checkpoint, self.settings, self.store = checkpoint, settings, store
-        self.total, self.progress = total, progress
+        self.total, self.progress = len(preflight(checkpoint, settings)), progress
         self.watched: dict[int, Tensor] = {}  # id of a packed weight → H of its inputs
-        self.model = Model(checkpoint, linear=self._watch, budget=1 << 62)
+        self.model = Model(checkpoint, linear=self._watch, budget=1 << 62, cross_iter_round=True)
         self.x = [self.model.embed(row[None]) for row in tokens]  # fp32 [1, T, D] each
         positions = torch.arange(tokens.shape[1])[None]
         self.rope, self.positions = self.model.rope(positions), positions
@@ -143,26 +150,32 @@ class _Run:
     def segment(self, segment: Segment, first: int) -> None:
         layers = range(first, first + segment.layers)
         for layer in layers:
-            if not self._restore(layer):
+            unit = f"layer-{layer:04d}"
+            if not self._restore(unit):
+                before = len(self.reports)
                 for stage in range(len(STAGES)):
                     self._stage(layers, segment.repeats, layer, stage)
-                self.store.save(layer, self.made, self.reports)
+                self._save(unit, before)
         for i, x in enumerate(self.x):
             self.x[i] = self._through(x, layers, segment.repeats)
+        for name in [n for n in self.model.weights if n.startswith(tuple(f"layers.{i}." for i in layers))]:
+            del self.model.weights[name]  # with its dense copies: nothing reads this segment again
 
+    @torch.inference_mode()
     def heads(self) -> None:
         """The head, or the embedding that serves as one, calibrated on final hidden states."""
         names = [n for n in ("head", "embed") if n in self.model.weights and self.settings.of(n)]
+        if not names or self._restore("heads"):
+            return
+        before = len(self.reports)
         reads = "embed" if self.checkpoint.config.tie_word_embeddings else "head"
         for name in names:
             K = self.checkpoint.weights[name].K
-            if name == reads:
-                H = torch.zeros(K, K)
-                for x in self.x:
-                    _add_outer(H, self.model._norm(x.clone(), None, "final_norm")[0])
-            else:
-                H = torch.eye(K)
+            H = torch.zeros(K, K) if name == reads else torch.eye(K)
+            for x in self.x if name == reads else ():
+                _add_outer(H, self.model._norm(x.clone(), None, "final_norm")[0])
             self._quantise([name], H)
+        self._save("heads", before)
 
     def _stage(self, layers: range, repeats: int, layer: int, stage: int) -> None:
         """Record what stage `stage` of `layer` is given in every iteration, then quantise its weights."""
@@ -180,26 +193,35 @@ class _Run:
         self, x: Tensor, layers: range, repeats: int, until: tuple[int, int] | None = None
     ) -> Tensor:  # fp32 [1, T, D]
         """x after `repeats` passes over `layers`; with `until`, stops in the last pass once that stage was run."""
-        m, x = self.model, x.clone()
-        for iteration in range(repeats):
-            for layer in layers:
-                last = until is not None and iteration == repeats - 1 and layer == until[0]
-                stage = until[1] if last and until else len(STAGES)
-                h = m._norm(x, None, f"layers.{layer}.attn_norm")
-                qkv = m._apply(h, f"layers.{layer}.attn_qkv")
-                if stage == 0:
-                    return x
-                h = m._ops.attention(qkv, m._attention[layer], self.rope, self.positions, None)
-                y = m._apply(h, f"layers.{layer}.attn_out")
-                if stage == 1:
-                    return x
-                h = m._norm(x, y, f"layers.{layer}.mlp_norm")
-                gate = m._apply(h, f"layers.{layer}.mlp_gate")
-                if stage == 2:
-                    return x
-                h = m._ops.swiglu(gate, m._apply(h, f"layers.{layer}.mlp_up"))
-                x += m._apply(h, f"layers.{layer}.mlp_down")
+        x = x.clone()
+        with uninterrupted():  # compiled steps run on a team of threads
+            for iteration in range(repeats):
+                for layer in layers:
+                    last = until is not None and iteration == repeats - 1 and layer == until[0]
+                    stage = until[1] if last and until else len(STAGES)
+                    self._block(x, layer, stage, iteration)
+                    if last:
+                        return x
         return x
+
+    def _block(self, x: Tensor, layer: int, stage: int, iteration: int) -> None:
+        """One block on x, in place, up to the products of `stage`; beyond the last stage, all of it."""
+        m, at = self.model, f"layers.{layer}"
+        h = m._norm(x, None, f"{at}.attn_norm")
+        qkv = m._apply(h, f"{at}.attn_qkv", iteration)
+        if stage == 0:
+            return
+        h = m._ops.attention(qkv, m._attention[layer], self.rope, self.positions, None)
+        y = m._apply(h, f"{at}.attn_out", iteration)
+        if stage == 1:
+            return
+        h = m._norm(x, y, f"{at}.mlp_norm")
+        gate = m._apply(h, f"{at}.mlp_gate", iteration)
+        if stage == 2 and self.settings.of(f"{at}.mlp_gate"):
+            return
+        up = m._apply(h, f"{at}.mlp_up", iteration)
+        if stage > 2:
+            x += m._apply(m._ops.swiglu(gate, up), f"{at}.mlp_down", iteration)
 
     def _watch(self, x: Tensor, w: PackedWeight) -> Tensor:
         H = self.watched.get(id(w))
@@ -210,21 +232,31 @@ class _Run:
     def _quantise(self, names: list[str], H: Tensor) -> None:
         for name in names:
             W = _dense(self.checkpoint, name)
-            done: Quantized = gptq(W, H, _spec(self.settings, name), self.checkpoint.weights[name].bias)
+            done: Quantized = gptq(W, H, _spec(self.checkpoint, self.settings, name), self.checkpoint.weights[name].bias)
             energy = float((W * (H @ W)).sum(dtype=torch.float64))
-            self._place(name, done.weight, LayerReport(name, done.loss / energy if energy else 0.0, done.note))
+            relative = done.loss / energy if energy else 0.0
+            finite = relative if math.isfinite(relative) else None
+            self._place(LayerReport(name, finite, done.note), done.weight)
 
-    def _place(self, name: str, w: LinearWeight, report: LayerReport) -> None:
-        self.made[name] = w
-        self.model.weights[name] = pack(w, keep_dense=True)
+    def _place(self, report: LayerReport, w: LinearWeight) -> None:
+        self.made[report.name] = w
+        self.model.weights[report.name] = packed = pack(w, keep_dense=True)
+        packed.keep_roundings = self.checkpoint.config.loops or 0
         self.reports.append(report)
         if self.progress:
-            self.progress(len(self.made), self.total, f"{name}  loss {report.relative_loss:.2e}")
+            loss = "loss unknown" if report.relative_loss is None else f"loss {report.relative_loss:.2e}"
+            self.progress(len(self.made), self.total, f"{report.name} {loss}")
 
-    def _restore(self, layer: int) -> bool:
-        found = self.store.load(layer)
+    def _save(self, unit: str, first: int) -> None:
+        """Keep what was made since report `first`, and hold the mapped copy from now on."""
+        new = self.reports[first:]
+        for name, w in self.store.save(unit, new, {r.name: self.made[r.name] for r in new}).items():
+            self.made[name] = w
+
+    def _restore(self, unit: str) -> bool:
+        found = self.store.load(unit)
         for report, w in found or ():
-            self._place(report.name, w, report)
+            self._place(report, w)
         return found is not None
 
 
@@ -257,57 +289,12 @@ def _dense(checkpoint: Checkpoint, name: str) -> Tensor:  # fp32 [K, N]
     return checkpoint.weights[name].dequantize()
 
 
-def _spec(settings: Settings, name: str) -> QuantSpec:
+def _spec(checkpoint: Checkpoint, settings: Settings, name: str) -> QuantSpec:
+    """What is done with `name`: a channel only where there are iterations that could use it."""
     spec = settings.of(name)
     assert spec is not None
-    return spec
+    return spec if checkpoint.config.in_loop(name) else dataclasses.replace(spec, channel=None)
 
 
 def _with(checkpoint: Checkpoint, new: Mapping[str, LinearWeight]) -> Checkpoint:
     return dataclasses.replace(checkpoint, weights={**checkpoint.weights, **new})
-
-
-class _Store:
-    """Finished layers in a folder, one file each, valid only for the arguments whose digest lies beside them."""
-
-    def __init__(self, folder: Path | None, checkpoint: Checkpoint, tokens: Tensor, settings: Settings):
-        self.folder = folder
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        digest = _digest(checkpoint, tokens, settings)
-        mark = folder / "run.json"
-        if mark.exists() and json.loads(mark.read_text())["digest"] != digest:
-            raise InputError(
-                f"{folder} holds layers of a run with other settings, weights or calibration text; "
-                "give another folder, or delete this one"
-            )
-        mark.write_text(json.dumps({"digest": digest, "begun": time.strftime("%Y-%m-%d %H:%M:%S")}))
-
-    def save(self, layer: int, made: dict[str, LinearWeight], reports: list[LayerReport]) -> None:
-        if self.folder is None:
-            return
-        mine = [r for r in reports if r.name.startswith(f"layers.{layer}.")]
-        target = self.folder / f"layer-{layer:04d}.pt"
-        partial = target.with_suffix(".partial")
-        torch.save([(dataclasses.asdict(r), vars(made[r.name])) for r in mine], partial)
-        os.replace(partial, target)
-        with (self.folder / "log.jsonl").open("a") as log:
-            log.writelines(json.dumps(dataclasses.asdict(r)) + "\n" for r in mine)
-
-    def load(self, layer: int) -> list[tuple[LayerReport, LinearWeight]] | None:
-        if self.folder is None or not (path := self.folder / f"layer-{layer:04d}.pt").exists():
-            return None
-        rows: list[tuple[dict[str, Any], dict[str, Any]]] = torch.load(path, weights_only=True)
-        return [(LayerReport(**report), QuantWeight(**w)) for report, w in rows]
-
-
-def _digest(checkpoint: Checkpoint, tokens: Tensor, settings: Settings) -> str:
-    h = hashlib.sha256(json.dumps([checkpoint.config.to_dict(), dataclasses.asdict(settings)]).encode())
-    h.update(tokens.contiguous().numpy().tobytes())
-    for name in sorted(checkpoint.weights):
-        w = checkpoint.weights[name]
-        data = w.weight if isinstance(w, DenseWeight) else w.packed
-        h.update(f"{name} {list(data.shape)} {data.dtype}".encode())
-        h.update(data[:: max(1, data.shape[0] // 16)].contiguous().view(torch.uint8).numpy().tobytes())
-    return h.hexdigest()
