@@ -6,10 +6,13 @@ TORCH := torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test
+.PHONY: demo demo-smollm2 test
 
 demo: .venv/demo.stamp
 	@$(BIN)/tinyloop demo
+
+demo-smollm2: .venv/demo.stamp
+	@$(BIN)/tinyloop demo --smollm2
 
 test: .venv/test.stamp
 	@echo "format and lint"

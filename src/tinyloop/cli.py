@@ -315,21 +315,29 @@ def _outcome(r: Generation) -> dict[str, Any]:
 
 @app.command()
 def demo(
-    cache: Annotated[Path | None, typer.Option(help="Where the model is kept. [default: the user's cache]")] = None,
+    model: Annotated[Path | None, typer.Option(help="The looped model's folder. [default: the bundled one]")] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the GPTQ model under this name.")] = None,
+    smollm2: Annotated[bool, typer.Option("--smollm2", help="Show SmolLM2-135M instead: 93 MB, once.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="Where SmolLM2 is kept. [default: the user's cache]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Download SmolLM2-135M (93 MB, once), import it without loss, score a text, write one, and show the numbers.
+    """Quantise the bundled looped model, score it in fp16 and 4 bits, and let it write; offline.
+
+    With --smollm2: download SmolLM2-135M, import it without loss, score a text, write one, and show the numbers.
 
     \b
     tinyloop demo
+    tinyloop demo --save looped.tinyloop
+    tinyloop demo --smollm2
     """
-    from . import demo as demonstration
+    from . import demo as looped
+    from . import demo_smollm2
 
-    found = demonstration.run(cache)
+    found = demo_smollm2.run(cache) if smollm2 else looped.run(model, save)
     if as_json:
         print(json.dumps(found))
     else:
-        stdout().print(*demonstration.render(found), sep="\n")
+        stdout().print(*(demo_smollm2 if smollm2 else looped).render(found), sep="\n")
 
 
 def _load(file: Path, dtype: str) -> Model:
