@@ -190,19 +190,20 @@ def parameters(part: Tensor, energy: Tensor, spec: QuantSpec) -> tuple[Tensor, T
     best_scale, best_zero = _affine(low, high, spec)
     if not spec.clip:
         return best_scale, best_zero
-    best = _error(part, energy, best_scale, best_zero)
+    best = _error(part, energy, best_scale, best_zero, spec.channel)
     for shrink in (0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79):
         rim = (high - low) * (1 - shrink) / 2
         scale, zero = _affine(low + rim, high - rim, spec)
-        error = _error(part, energy, scale, zero)
+        error = _error(part, energy, scale, zero, spec.channel)
         better = error < best
         best = torch.where(better, error, best)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
     return best_scale, best_zero
 
 
-def _error(part: Tensor, energy: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    code = ((part - zero) / scale).round_().clamp_(0, LEVELS)
+def _error(part: Tensor, energy: Tensor, scale: Tensor, zero: Tensor, channel: str | None) -> Tensor:
+    """Σ_k energy[k]·error² [N], of the mean: clipping is the one error that no iteration undoes."""
+    code = rounding.nearest_mean((part - zero) / scale, channel)
     return energy @ (code.mul_(scale).add_(zero) - part).square_()
 
 
