@@ -231,8 +231,8 @@ class _Run:
 
     def _quantise(self, names: list[str], H: Tensor) -> None:
         for name in names:
-            W = _dense(self.checkpoint, name)
-            done: Quantized = gptq(W, H, _spec(self.checkpoint, self.settings, name), self.checkpoint.weights[name].bias)
+            W, spec = _dense(self.checkpoint, name), _spec(self.checkpoint, self.settings, name)
+            done: Quantized = gptq(W, H, spec, self.checkpoint.weights[name].bias)
             energy = float((W * (H @ W)).sum(dtype=torch.float64))
             relative = done.loss / energy if energy else 0.0
             finite = relative if math.isfinite(relative) else None
