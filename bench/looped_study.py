@@ -127,7 +127,8 @@ def variants(dense: tl.Checkpoint, calibration: Tensor) -> Iterator[Variant]:
             if channel:
                 yield variant(f"{method}{suffix(channel)}, off", q, on=False)
             if channel == "frac4":
-                yield variant(f"{method}, its mean", mean_of(q))
+                mean = variant(f"{method} + frac4, its mean", mean_of(q))
+                yield dataclasses.replace(mean, block_bytes=block_bytes(q))
         q = quantised(dense, calibration, Settings(QuantSpec(group_size=32), method))
         yield variant(f"{method}, G = 32", q)
     for channel in CHANNELS:
@@ -141,9 +142,12 @@ def suffix(channel: str | None) -> str:
 
 
 def variant(name: str, checkpoint: tl.Checkpoint, on: bool = True, dtype: torch.dtype = torch.float32) -> Variant:
-    size = sum(w.nbytes for n, w in checkpoint.weights.items() if n != "embed")
     longest = dataclasses.replace(checkpoint, config=checkpoint.config.with_loops(max(LOOPS)))
-    return Variant(name, tl.Model(longest, dtype, cross_iter_round=on), size)
+    return Variant(name, tl.Model(longest, dtype, cross_iter_round=on), block_bytes(checkpoint))
+
+
+def block_bytes(checkpoint: tl.Checkpoint) -> int:
+    return sum(w.nbytes for n, w in checkpoint.weights.items() if n != "embed")
 
 
 def mean_of(checkpoint: tl.Checkpoint) -> tl.Checkpoint:

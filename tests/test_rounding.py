@@ -353,6 +353,13 @@ def test_gptq_hands_on_the_error_of_the_mean() -> None:
         assert (x @ (gptq(W, H, spec).weight.mean() - W)).norm() < (x @ (nearest(W, spec).mean() - W)).norm()
 
 
+def test_loss_is_that_of_the_mean() -> None:
+    W, x, H = calibrated(128, 48)
+    for kind in KINDS:
+        done = gptq(W, H, QuantSpec(group_size=64, channel=kind))
+        assert done.loss == pytest.approx(float((x @ (done.weight.mean() - W)).square().sum()), rel=1e-3)
+
+
 def test_only_the_loop_gets_a_channel() -> None:
     dense = tiny_checkpoint(quantized=False)
     for method in ("nearest", "gptq"):
