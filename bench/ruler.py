@@ -10,8 +10,8 @@ The known values do not record where each excerpt begins. This rule was found by
 bits per byte are off by 1 to 31 %; by this rule perplexity and bits per byte of all four texts are within 0.5 %, and
 rules beside it (the blank line before, the paragraph after) come closer for the one text and not for the other. So a
 deviation above rounding speaks of the excerpt before it speaks of the model; tests/test_smollm2.py compares the model
-itself with another implementation, on the same tokens. A fifth text, Persuasion as r-cran-janeaustenr has it, matched no
-rule (−2 % in perplexity at best). The last line is one JSON object.
+itself with another implementation, on the same tokens. A fifth text, Persuasion as r-cran-janeaustenr has it, matched
+no rule (−2 % in perplexity at best). The last line is one JSON object.
 """
 
 from __future__ import annotations
