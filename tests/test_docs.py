@@ -67,6 +67,7 @@ def commands() -> dict[str, Any]:
     if not (ROOT / "src/tinyloop/cli.py").exists():
         pytest.skip("there is no command line yet")
     import typer
+
     from tinyloop.cli import app
 
     found: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -187,7 +187,11 @@ def test_bias_is_kept() -> None:
     assert nearest(W, QuantSpec(32), bias).bias is bias
 
 
-wild = st.floats(-1e4, 1e4, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32) | st.sampled_from([0.0, -0.0, 1e-7, 1e-45])
+wild = (
+    st.floats(-1e4, 1e4, width=32)
+    | st.floats(-(2.0**-20), 2.0**-20, width=32)
+    | st.sampled_from([0.0, -0.0, 1e-7, 1e-45])
+)
 
 
 @given(st.lists(wild, min_size=1, max_size=40), st.sampled_from([1, 5, 16, None]), st.booleans(), st.booleans())
