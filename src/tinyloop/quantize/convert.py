@@ -127,6 +127,7 @@ def describe(settings: Settings, calibration: Calibration, samples: Samples) -> 
     spec = settings.spec
     parts = [settings.method, f"group {_group(spec)}", f"{'integer' if spec.integer_zero else 'float'} zero", *rules]
     parts += [name for name, on in (("no clip", not spec.clip), ("no order", not spec.order)) if on]
+    parts += [] if spec.channel is None else [f"channel {spec.channel}"]
     if settings.method == "gptq":
         parts.append(f"{calibration.texts} windows of {samples.length} tokens of {calibration.name}")
     return ", ".join(parts)
