@@ -20,11 +20,12 @@ import pytest
 import torch
 
 import tinyloop as tl
-from helpers import ids_of, tiny_checkpoint
+from helpers import LOOPED, ids_of, tiny_checkpoint
 from tinyloop.config import Segment
 from tinyloop.errors import InputError, NumericalError
 from tinyloop.quantize import Calibration, Output, QuantSpec, Settings, convert, gptq, pipeline, quantize, store
 from tinyloop.quantize.calibration import BUNDLED, bundled, sample
+from tinyloop.score import Protocol, score
 from tinyloop.weight import DenseWeight, QuantWeight
 
 Tensor = torch.Tensor
@@ -559,6 +560,22 @@ def test_command(dense: tl.Checkpoint, whole: tl.Checkpoint, tmp_path: Path, mon
     assert not work.exists()
 
 
+def test_command_adds_a_channel_to_the_loop_and_measures_with_it(tmp_path: Path) -> None:
+    source = tl.save(tiny_checkpoint(segments=LOOPED, quantized=False), tmp_path / "dense")
+    path = tmp_path / "m"
+    flags = ("--group", 32, "--texts", 3, "--length", 48, "--channel", "sign_bit", "--json")
+    code, out, error = invoke(source, path, *flags)
+    assert (code, error) == (0, "")
+    made = tl.container.read(path)
+    channels = {name: w.channel for name, w in made.weights.items() if isinstance(w, QuantWeight)}
+    assert {name for name, channel in channels.items() if channel} == {n for n in channels if made.config.in_loop(n)}
+    report = json.loads(out)
+    held = sample(tl.Model(made), Calibration(None, 3, 48)).held
+    scores = {on: score(tl.Model(made, cross_iter_round=on), held, Protocol(window=48)) for on in (False, True)}
+    assert report["perplexity_after"] == scores[True].perplexity != scores[False].perplexity
+    assert "sign_bit" in tl.inspect(path).source["quantised"]
+
+
 def test_command_warns_by_name(dense: tl.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pipeline._add_outer
     monkeypatch.setattr(pipeline, "_add_outer", lambda H, x: H.fill_(math.nan) if len(H) == 96 else real(H, x))
@@ -574,6 +591,7 @@ def test_command_warns_by_name(dense: tl.Checkpoint, tmp_path: Path, monkeypatch
         (("--group", "x"), "--group: 'x' is no group; give a whole number, or K for one group per column"),
         (("--group", 0), "group_size=0 must be ≥ 1"),
         (("--zero", "none"), "--zero none is none of float, integer"),
+        (("--channel", "none"), "channel='none' is none of None, 'sign_bit', 'frac4'"),
         (("--method", "awq"), "method='awq' is none of"),
         (("--rule", "embed"), "--rule 'embed' is not GLOB=skip or GLOB=GROUP, as in"),
         (("--rule", "embed=no"), "--rule 'embed=no': 'no' is no group"),

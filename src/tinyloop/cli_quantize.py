@@ -29,6 +29,9 @@ def quantize(
     zero: Annotated[str, typer.Option(help="float, or integer: zero = -z * scale with z in 0..15.")] = "float",
     clip: Annotated[bool, typer.Option("--clip/--no-clip", help="Shrink ranges where that lowers the error.")] = True,
     order: Annotated[bool, typer.Option("--order/--no-order", help="Visit inputs by energy.")] = True,
+    channel: Annotated[
+        str | None, typer.Option(help="sign_bit or frac4: another rounding in each loop iteration; see docs/looped.md.")
+    ] = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,14 +54,14 @@ def quantize(
     perplexed as the source, on text held back from calibration, is refused.
 
     \b
-    tinyloop quantize examples/looped-12m looped.tinyloop --rule embed=32
+    tinyloop quantize examples/looped-12m looped.tinyloop --rule embed=32 --channel sign_bit
     tinyloop quantize ~/models/qwen3-0.6b qwen.tinyloop --group 64 --rule 'layers.0.*=skip' --rule '*.mlp_down=32'
     tinyloop quantize model.tinyloop small.tinyloop --calibration book.txt --texts 64 --zero integer
     """
     from .quantize import Calibration, Output, QuantSpec
     from .quantize import quantize as run
 
-    spec = QuantSpec(_group(group, "--group"), _integer(zero), clip, order)
+    spec = QuantSpec(_group(group, "--group"), _integer(zero), clip, order, channel=channel)
     settings = _settings(spec, method, rule or [])
     folder = work or dst.with_name(dst.name + ".work")
     try:

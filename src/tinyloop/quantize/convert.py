@@ -126,6 +126,7 @@ def describe(settings: Settings, calibration: Calibration, samples: Samples) -> 
     rules = [f"{pattern}={'skip' if spec is None else _group(spec)}" for pattern, spec in settings.rules]
     spec = settings.spec
     parts = [settings.method, f"group {_group(spec)}", f"{'integer' if spec.integer_zero else 'float'} zero", *rules]
+    parts += [] if spec.channel is None else [spec.channel]
     parts += [name for name, on in (("no clip", not spec.clip), ("no order", not spec.order)) if on]
     parts += [] if spec.channel is None else [f"channel {spec.channel}"]
     if settings.method == "gptq":
@@ -156,8 +157,9 @@ def _work(target: Path | None, output: Output) -> Path | None:
 
 
 def _perplexity(checkpoint: Checkpoint, samples: Samples, what: str) -> float:
+    """Perplexity of the held-back text; a channel, where there is one, counts as it is meant to be run."""
     try:
-        return score(Model(checkpoint), samples.held, Protocol(window=samples.length)).perplexity
+        return score(Model(checkpoint, cross_iter_round=True), samples.held, Protocol(window=samples.length)).perplexity
     except NumericalError as error:
         raise NumericalError(f"{what} has no perplexity on the held-back text: {error}") from error
 
