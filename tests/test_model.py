@@ -332,6 +332,14 @@ def test_a_step_keeps_to_its_own_cache() -> None:
     assert not theirs.k.any()
 
 
+def test_loops_beyond_memory_are_refused_before_allocating() -> None:
+    model = Model(tiny_checkpoint(segments=(Segment("loop", 1, 2),)), F32)
+    with pytest.raises(
+        InputError, match=r"16 tokens in 1000000000000 KV slots need .* GB; this machine has .* fewer loops"
+    ):
+        model.new_cache(1, 16, loops=10**12)
+
+
 def test_gen01_calls_are_independent() -> None:
     model, tokens = Model(tiny_checkpoint(), F32), tokens_of(1, 12)
     want = model.logits(tokens)

@@ -6,6 +6,7 @@ stream is fp32; products run in the model's dtype, through a linear operation th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -87,14 +88,20 @@ class Model:
         keep_dense(self, dispatch.machine().memory // CACHE_SHARE if budget is None else budget)
 
     def new_cache(self, batch: int, capacity: int, loops: int | None = None) -> KVCache:
-        """An empty cache for `capacity` tokens a row. Raises InputError beyond the model's context."""
+        """An empty cache for `capacity` tokens a row. Raises InputError beyond the model's context or the memory."""
         config = self.config.with_loops(loops)
         if not 1 <= capacity <= config.max_position_embeddings:
             raise InputError(
                 f"{capacity} tokens exceed the context of {config.max_position_embeddings}; shorten the text"
             )
-        slots = sum(1 for _ in config.applications())
+        slots = sum(segment.layers * segment.repeats for segment in config.segments)
         shape = (slots, batch, config.num_key_value_heads, capacity, config.head_dim)
+        size, memory = 2 * math.prod(shape) * self.dtype.itemsize, dispatch.machine().memory
+        if size > memory:
+            raise InputError(
+                f"{batch * capacity} tokens in {slots} KV slots need {size / 1e9:.0f} GB; this machine has "
+                f"{memory / 1e9:.0f} GB: take fewer tokens, rows or, in a looped model, fewer loops"
+            )
         return KVCache(
             config,
             torch.zeros(shape, dtype=self.dtype),
