@@ -377,6 +377,8 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "unknown segment": (segment(0, name="exit"), r"segment name 'exit' is none of pre, loop, coda"),
     "segment key": (segment(1, adapter=True), r"segment key adapter has no place in this format version"),
     "model key": (lambda f, t: f["model"].update(sandwich=1), r"model key sandwich has no place in this format"),
+    "negative epsilon": (lambda f, t: f["model"].update(rms_norm_eps=-1.0), r"rms_norm_eps=-1\.0 must be a number ≥ 0"),
+    "source is a list": (lambda f, t: f.update(source=[1]), r"source is \[1\]; it must be an object"),
     "no model key": (lambda f, t: f["model"].pop("sliding_window"), r"model key sliding_window is missing"),
     "rope key": (lambda f, t: f["model"]["rope"].update(theta=1), r"rope key theta has no place"),
     "weight kind": (lambda f, t: f["weights"]["embed"].update(kind="ternary"), r"kind 'ternary' are not known"),

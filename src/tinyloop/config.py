@@ -8,6 +8,7 @@ it means, so that the runtime rotates by numbers and knows no recipe.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise FormatError(f"config {name}={value!r} must be a whole number ≥ 1")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise FormatError(f"config rms_norm_eps={self.rms_norm_eps!r} must be a number ≥ 0")
         if self.num_attention_heads % self.num_key_value_heads:
             raise FormatError(
                 f"config num_attention_heads={self.num_attention_heads} is not a multiple of "

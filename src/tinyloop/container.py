@@ -305,6 +305,8 @@ def _check_names(about: Description) -> None:
     wanted = set(about.config.norm_shapes())
     if about.tokenizer is not None:
         wanted.add(TOKENIZER_TENSOR)
+    if not isinstance(about.source, dict):
+        raise FormatError(f"source is {about.source!r}; it must be an object")
     for name, spec in about.weights.items():
         if spec["kind"] not in _SPEC_KEYS:
             raise FormatError(f"{name}: weights of kind {spec['kind']!r} are not known; use a newer release")

@@ -31,7 +31,7 @@ def resolve(recipe: Recipe, head_dim: int, max_position_embeddings: int) -> Rope
     """
     recipe = {key: value for key, value in recipe.items() if value is not None}
     kind = recipe.get("rope_type", recipe.get("type", "default"))
-    if kind not in _RECIPES:
+    if not isinstance(kind, str) or kind not in _RECIPES:
         raise UnsupportedError(f"rope_type={kind!r} is not supported; known are {', '.join(_RECIPES)}")
     function, required, optional = _RECIPES[kind]
     if unknown := sorted(recipe.keys() - _COMMON - _BOOKKEEPING - required - optional):

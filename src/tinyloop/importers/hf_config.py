@@ -115,17 +115,17 @@ def _model_type(values: Values) -> str:
                 "checkpoint it was made from, or a .gguf file"
             )
     kind = values.get("model_type")
-    if kind not in _MODEL_KEYS:
+    if not isinstance(kind, str) or kind not in _MODEL_KEYS:
         raise UnsupportedError(f"model_type={kind!r} is not supported; known are {', '.join(_MODEL_KEYS)}")
     names = values.get("architectures") or []
-    if names and not any("ForCausalLM" in str(name) for name in names):
+    if names and not (isinstance(names, list) and any("ForCausalLM" in str(name) for name in names)):
         raise UnsupportedError(f"architectures={names} is no causal language model (…ForCausalLM)")
     if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
         raise UnsupportedError(
             f"auto_map names own model code, {values['auto_map']['AutoModelForCausalLM']}, which is not run; only "
             "checkpoints of the plain architecture are read"
         )
-    return str(kind)
+    return kind
 
 
 def _check_keys(values: Values, kind: str) -> list[str]:
@@ -183,9 +183,10 @@ def _count(values: Values, key: str, missing: int | None = None) -> int:
 
 
 def _head_dim(values: Values, kind: str) -> int:
-    given = values.get("head_dim", 128 if kind == "qwen3" else None)  # Qwen3's class has this default, the others none
-    if given is not None:
-        return int(given)
+    if "head_dim" not in values and kind == "qwen3":
+        return 128  # the default of Qwen3's class; the others have none
+    if values.get("head_dim") is not None:
+        return _count(values, "head_dim")
     if values["hidden_size"] % values["num_attention_heads"]:
         raise FormatError(
             f"hidden_size={values['hidden_size']} is not a multiple of num_attention_heads="
@@ -196,6 +197,9 @@ def _head_dim(values: Values, kind: str) -> int:
 
 def _rope_recipe(values: Values) -> dict[str, Any]:
     """One flat recipe from the new spelling (rope_parameters) or the old (rope_theta, rope_scaling)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(values.get(key) or {}, dict):
+            raise FormatError(f"config.json has {key}={values[key]!r}; it must be an object")
     new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     if new and old and new != old:
         raise FormatError("config.json has both rope_parameters and rope_scaling, and they differ; keep the right one")
