@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,3 +313,16 @@ def test_an_interrupt_waits_for_the_end_of_a_step() -> None:
 def test_plain_models_generate_too() -> None:
     model = tl.Model(tiny_checkpoint(segments=PLAIN, tied=False), dtype=torch.bfloat16)
     assert len(model.generate("x", 4, sampling=Sampling(temperature=1)).finish().tokens) <= 4
+
+
+@pytest.mark.parametrize("given", [b"text", [1.5, 2.5], torch.ones(2, 3, dtype=torch.int64), torch.ones(3), ["a"]])
+def test_token_ids_are_whole_numbers_wherever_they_come_in(given: Any) -> None:
+    model = tl.Model(tiny_checkpoint(), torch.float32)
+    for use in (model.score, model.generate):
+        with pytest.raises(InputError, match=r"no list of token ids.*give text \(str\) or whole numbers"):
+            use(given)
+
+
+def test_messages_and_token_ids_do_not_mix() -> None:
+    with pytest.raises(InputError, match="mixes chat messages and token ids"):
+        tl.Model(tiny_checkpoint(), torch.float32).generate([{"role": "user", "content": "x"}, 5])  # type: ignore[list-item]

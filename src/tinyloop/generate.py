@@ -20,6 +20,7 @@ import torch
 from .errors import InputError, NumericalError
 from .interrupt import uninterrupted
 from .sampling import Sampling, pick
+from .tokenizer import token_ids
 
 if TYPE_CHECKING:
     from .model import KVCache, Model
@@ -111,8 +112,10 @@ def encode_prompt(model: Model, prompt: Prompt) -> list[int]:
         return _tokenizer(model).encode(prompt)
     messages = [dict(m) for m in prompt if isinstance(m, Mapping)]
     if messages:
+        if len(messages) != len(prompt):
+            raise InputError("the prompt mixes chat messages and token ids; give one kind")
         return _tokenizer(model).encode(_tokenizer(model).chat(messages), bos=False)
-    return [int(i) for i in prompt if not isinstance(i, Mapping)]
+    return token_ids(prompt)
 
 
 def _tokenizer(model: Model) -> Tokenizer:

@@ -25,6 +25,7 @@ import torch
 from .errors import InputError, NumericalError
 from .interrupt import uninterrupted
 from .textstream import TokenPiece, encode_stream, read_text
+from .tokenizer import token_ids
 
 if TYPE_CHECKING:
     from .model import Model
@@ -159,7 +160,7 @@ def default_bos(model: Model) -> int | None:
 
 def _open(model: Model, source: Source, stack: ExitStack) -> _Given:
     if isinstance(source, Sequence | Tensor) and not isinstance(source, str):
-        ids = [int(i) for i in source]
+        ids = token_ids(source)
         _check_ids(ids, model.config.vocab_size)
         return _Given(iter([(ids, np.arange(1, len(ids) + 1))]), len(ids), text=False)
     if model.tokenizer is None:

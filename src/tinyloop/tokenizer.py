@@ -4,7 +4,9 @@ which ids begin and end a text, and the chat template.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +43,15 @@ class TokenizerData:
         if odd := sorted({f.name for f in dataclasses.fields(TokenizerData)} - {"json"} ^ values.keys()):
             raise FormatError(f"tokenizer key {odd[0]} is missing or unknown to this version; import the model again")
         return TokenizerData(json=json, **{**values, "eos": tuple(values["eos"])})
+
+
+def token_ids(given: Iterable[Any]) -> list[int]:
+    """Token ids as they came. Raises InputError for anything but whole numbers: a float would lose its fraction, and
+    bytes would pass for ids."""
+    if not isinstance(given, bytes | bytearray | memoryview):
+        with contextlib.suppress(TypeError):
+            return [operator.index(i) for i in given]
+    raise InputError(f"{type(given).__name__} is no list of token ids; give text (str) or whole numbers")
 
 
 class Tokenizer:
