@@ -6,6 +6,7 @@ tokenizer is byte-level: id 16 + b is byte b, ids 0..15 are special, so a test c
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -66,6 +67,13 @@ def with_random_channel(w: LinearWeight, kind: str, *, seed: int = 0) -> QuantWe
     q = w.codes()
     inner = (q > 0) & (q < 15)
     return w.with_channel(kind, torch.where(inner, values, 0).to(torch.uint8))
+
+
+def with_random_perm(w: LinearWeight, *, seed: int = 0) -> QuantWeight:
+    """`w` with its rows read as those of inputs in a random order."""
+    assert isinstance(w, QuantWeight)
+    perm = torch.randperm(w.K, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    return dataclasses.replace(w, perm=perm)
 
 
 def tiny_config(

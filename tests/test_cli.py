@@ -16,7 +16,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import tinyloop as tl
-from helpers import tiny_checkpoint
+from helpers import tiny_checkpoint, with_random_perm
+from tinyloop import container
 from tinyloop import demo_smollm2 as demo
 from tinyloop.cli import app
 from tinyloop.errors import FormatError
@@ -67,6 +68,16 @@ def test_inspect(file: Path) -> None:
     assert sum(g["count"] for g in facts["weights"]) == len(weights)
     norms = sum(tiny_checkpoint().config.norm_shapes().values())
     assert facts["parameters"] == sum(w.K * w.N for w in weights.values()) + norms
+
+
+def test_inspect_names_an_order_of_inputs(tmp_path: Path) -> None:
+    plain = tiny_checkpoint()
+    weights = {**plain.weights, "layers.1.mlp_down": with_random_perm(plain.weights["layers.1.mlp_down"])}
+    file = container.write(dataclasses.replace(plain, weights=weights), tmp_path / "m.tinyloop")
+    assert "affine, act-order" in run("inspect", file).stdout
+    groups = json.loads(run("inspect", file, "--json").stdout)["weights"]
+    assert [g["count"] for g in groups if g.get("act_order")] == [1]
+    assert sum(g["bytes"] for g in groups) == sum(w.nbytes for w in weights.values())
 
 
 def test_explain(file: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint
+from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint, with_random_perm
 from tinyloop import container
-from tinyloop.checkpoint import Checkpoint
+from tinyloop.checkpoint import Checkpoint, Deferred
 from tinyloop.config import Segment
 from tinyloop.errors import FormatError, InputError
-from tinyloop.weight import DenseWeight, QuantWeight
+from tinyloop.weight import DenseWeight, LinearWeight, QuantWeight
 
 # As small as a model can be, so that a file is a few kilobytes and hundreds of damaged copies cost little.
 SMALL: dict[str, Any] = {"hidden": 8, "intermediate": 6, "heads": (2, 1), "group": 5, "vocab_size": 20}
@@ -134,6 +135,73 @@ def test_a_file_can_replace_the_one_it_is_mapped_from(tmp_path: Path) -> None:
     container.write(mapped, path, overwrite=True)
     assert_same(mapped, container.read(path))
     assert os.listdir(tmp_path) == ["m.tinyloop"]
+
+
+def test_rows_in_another_order_come_back(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(segments=LOOPED)
+    weights = {name: with_random_perm(w) for name, w in checkpoint.weights.items()}
+    checkpoint = dataclasses.replace(checkpoint, weights=weights)
+    assert_same(checkpoint, container.read(container.write(checkpoint, tmp_path / "m.tinyloop")))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_perm_that_is_none_is_refused(tmp_path: Path, verify: bool) -> None:
+    """Checked even where checksums are not: an index beyond K would read foreign memory."""
+    checkpoint = tiny_checkpoint()
+    embed = dataclasses.replace(with_random_perm(checkpoint.weights["embed"]), perm=torch.full((64,), 70).int())
+    path = container.write(
+        dataclasses.replace(checkpoint, weights={**checkpoint.weights, "embed": embed}), tmp_path / "m.tinyloop"
+    )
+    with pytest.raises(FormatError, match=r"embed: perm is no permutation of 0\.\.63"):
+        container.read(path, verify=verify)
+
+
+# --- deferred weights ---
+
+
+def outline(w: LinearWeight) -> LinearWeight:
+    tensors = {f.name: v.to("meta") for f in dataclasses.fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)}
+    return dataclasses.replace(w, **tensors)  # type: ignore[arg-type]
+
+
+def test_deferred_weights_are_read_one_at_a_time_into_the_same_file(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(bias=True)
+    alive: list[weakref.ref[Any]] = []
+
+    def make(name: str) -> LinearWeight:
+        assert not [ref for ref in alive if ref() is not None], "an earlier weight is still held"
+        w = checkpoint.weights[name]
+        copies = {f.name: v.clone() for f in dataclasses.fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)}
+        made: LinearWeight = dataclasses.replace(w, **copies)  # type: ignore[arg-type]
+        alive.extend(weakref.ref(t) for t in (made, *copies.values()))
+        return made
+
+    outlines = {name: outline(w) for name, w in checkpoint.weights.items()}
+    deferred = dataclasses.replace(checkpoint, weights=Deferred(outlines, make))
+    assert (deferred.nbytes, len(alive)) == (checkpoint.nbytes, 0)
+    path = container.write(deferred, tmp_path / "deferred")
+    assert len(alive) > len(checkpoint.weights)
+    assert path.read_bytes() == container.write(checkpoint, tmp_path / "whole").read_bytes()
+    with pytest.raises(KeyError):
+        deferred.weights["nothing"]
+
+
+def test_deferred_weights_must_be_as_announced(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint()
+    outlines = {name: outline(w) for name, w in checkpoint.weights.items()}
+    other = random_quant_weight(64, 272, 16, seed=0)
+    deferred = Deferred(outlines, lambda name: other if name == "embed" else checkpoint.weights[name])
+    with pytest.raises(FormatError, match=r"embed\.scale is F32 \[4, 272\], announced was F32 \[2, 272\]"):
+        container.write(dataclasses.replace(checkpoint, weights=deferred), tmp_path / "m")
+    assert os.listdir(tmp_path) == []
+
+
+def test_progress_ends_with_every_byte(tmp_path: Path) -> None:
+    ticks: list[tuple[int, int]] = []
+    checkpoint = without_tokenizer(tiny_checkpoint())
+    container.write(checkpoint, tmp_path / "m", progress=lambda done, size: ticks.append((done, size)))
+    assert ticks[-1] == (checkpoint.nbytes, checkpoint.nbytes)
+    assert ticks == sorted(ticks)
 
 
 # --- writing: whole or absent ---
@@ -251,7 +319,7 @@ def test_write_refuses_what_a_reader_would(tmp_path: Path) -> None:
             dataclasses.replace(checkpoint, weights={**checkpoint.weights, "embed": damaged}), tmp_path / "m"
         )
     norms = {**checkpoint.norms, "final_norm": checkpoint.norms["final_norm"].double()}
-    with pytest.raises(FormatError, match=r"final_norm is torch\.float64; a file holds uint8, float16"):
+    with pytest.raises(FormatError, match=r"final_norm is torch\.float64; a file holds uint8, int32, float16"):
         container.write(dataclasses.replace(checkpoint, norms=norms), tmp_path / "m")
     assert not list(tmp_path.iterdir())
 

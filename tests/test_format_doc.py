@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint, with_random_channel
+from helpers import LOOPED, PLAIN, random_quant_weight, tiny_checkpoint, with_random_channel, with_random_perm
 from tinyloop import channel, container
 from tinyloop.checkpoint import Checkpoint
 from tinyloop.weight import QuantWeight
@@ -69,7 +69,7 @@ def array(raw: Raw, name: str) -> np.ndarray[Any, Any]:
     dtype, shape, data = raw.tensors[name]
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return np.frombuffer(data, {"U8": "u1", "F16": "<f2", "F32": "<f4"}[dtype]).reshape(shape)
+    return np.frombuffer(data, {"U8": "u1", "I32": "<i4", "F16": "<f2", "F32": "<f4"}[dtype]).reshape(shape)
 
 
 def nibbles(packed: np.ndarray[Any, Any], K: int) -> np.ndarray[Any, Any]:
@@ -116,16 +116,23 @@ def weight(raw: Raw, name: str, iteration: int | None = None) -> np.ndarray[Any,
         assert 0 <= q.min() <= q.max() <= 15
     g = np.arange(spec["K"]) // spec["group_size"]
     scale, zero = (array(raw, f"{name}.{part}").astype(np.float32)[g] for part in ("scale", "zero"))
-    return q.astype(np.float32) * scale + zero
+    rows = q.astype(np.float32) * scale + zero
+    if f"{name}.perm" not in raw.tensors:
+        return rows
+    W = np.empty_like(rows)
+    W[array(raw, f"{name}.perm")] = rows
+    return W
 
 
 def with_every_tensor() -> Checkpoint:
-    """Affine weights of 4 and 8 bits, odd K, both channels, a dense one, biases, norms of every kind, a tokenizer."""
+    """Affine weights of 4 and 8 bits, odd K, both channels, rows in another order, a dense one, biases, norms of every
+    kind, a tokenizer."""
     checkpoint = tiny_checkpoint(segments=LOOPED, bias=True, qk_norm=True, tied=False, hidden=36, intermediate=51)
     weights = dict(checkpoint.weights)
     weights["embed"] = random_quant_weight(36, 272, 20, seed=1, bits=8, integer_zero=True)
     for name, kind in (("mlp_down", "frac4"), ("attn_qkv", "frac4"), ("mlp_up", "sign_bit"), ("attn_out", "sign_bit")):
         weights[f"layers.1.{name}"] = with_random_channel(weights[f"layers.1.{name}"], kind)
+    weights["layers.0.mlp_down"] = with_random_perm(weights["layers.0.mlp_down"])
     weights["head"] = tiny_checkpoint(quantized=False, tied=False, hidden=36, dtype=torch.bfloat16).weights["head"]
     return dataclasses.replace(checkpoint, weights=weights)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tinyloop as tl
-from helpers import LOOPED, PLAIN, VOCAB, tiny_checkpoint
+from helpers import LOOPED, PLAIN, VOCAB, tiny_checkpoint, with_random_perm
 from tinyloop import dispatch, layers, ops
 from tinyloop.checkpoint import Checkpoint
 from tinyloop.config import Segment
@@ -20,7 +20,7 @@ from tinyloop.dispatch import Machine, machine
 from tinyloop.errors import InputError
 from tinyloop.model import Model, between
 from tinyloop.ops import quant_gemm
-from tinyloop.weight import QuantWeight
+from tinyloop.weight import DenseWeight, QuantWeight
 
 Tensor = torch.Tensor
 F32, BF16 = torch.float32, torch.bfloat16
@@ -451,6 +451,25 @@ def test_dense_heads_are_refused_by_name() -> None:
         tied, weights=dict(tied.weights) | {"embed": tiny_checkpoint(quantized=False).weights["embed"]}
     )
     assert Model(mixed, F32).fused_refusal() == "the head is dense"
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_imp02_rows_in_another_order(dtype: torch.dtype) -> None:
+    """Against the same weights kept dense in the order of their inputs; decoding leaves the fused step, and says so."""
+    plain = tiny_checkpoint(segments=LOOPED)
+    shuffled = {n: w if n == "embed" else with_random_perm(w, seed=i) for i, (n, w) in enumerate(plain.weights.items())}
+    dense = {n: DenseWeight(w.dequantize().t().contiguous()) for n, w in shuffled.items()}
+    model = Model(dataclasses.replace(plain, weights=shuffled), dtype)
+    want = Model(dataclasses.replace(plain, weights=dense), dtype)
+    tokens = tokens_of(2, 9)
+    assert error(model.logits(tokens), want.logits(tokens)) <= (1e-5 if dtype == F32 else 2e-2)
+    if machine().numba:
+        refusal = "layers.0.attn_qkv has its inputs in an order of its own (act-order)"
+        assert model.fused_refusal() == refusal
+        assert refusal in str(tl.explain(model))
+    cache = model.new_cache(2, 16)
+    model.hidden(tokens[:, :8], cache)
+    assert error(model.step(tokens[:, 8], cache), want.logits(tokens)[:, -1]) <= (1e-5 if dtype == F32 else 2e-2)
 
 
 def test_the_linear_operation_is_the_callers() -> None:

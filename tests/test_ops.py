@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from helpers import random_dense_weight, random_quant_weight
+from helpers import random_dense_weight, random_quant_weight, with_random_perm
 from tinyloop import dispatch, ops
 from tinyloop.dispatch import Machine, Problem, machine
 from tinyloop.errors import InputError
@@ -173,6 +173,21 @@ def test_one_hot_rows_return_the_dequantised_weight(
     eye, step = torch.eye(K), at_once(kernel, F32)
     y = torch.cat([product(kernel, eye[k : k + step], w) for k in range(0, K, step)])
     assert torch.equal(y, w.dequantize())
+
+
+@each
+def test_imp02_rows_in_another_order(product: Product, kernel: str, dtype: torch.dtype) -> None:
+    """Groups of inputs that do not lie beside each other."""
+    w = with_random_perm(random_quant_weight(256, 96, 64, seed=0, bias=True))
+    x = activations(at_once(kernel, dtype), 256, dtype)
+    check(product(kernel, x, w), x, w)
+
+
+def test_imp02_dense_copies_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = with_random_perm(random_quant_weight(256, 96, 64, seed=0))
+    monkeypatch.setattr(sys.modules["tinyloop.pack"], "machine", lambda: Machine(False, False, False, 1 << 40))
+    x = activations(64, 256)
+    check(quant_gemm(x, pack(w, keep_dense=True)), x, w)
 
 
 @pytest.mark.parametrize("kernel", ["int4pack", "dense_cache", "dense"])

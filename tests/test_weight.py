@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from helpers import random_dense_weight, random_quant_weight
+from helpers import random_dense_weight, random_quant_weight, with_random_perm
 from tinyloop.errors import FormatError
 from tinyloop.reference import dequantize64, matmul64
 from tinyloop.weight import DenseWeight, QuantWeight, pack_nibbles
@@ -73,6 +73,22 @@ def test_large_weights_are_exact_across_slabs() -> None:
     for K, N, G in ((13, 700_000, 5), (7, 2_200_000, 7)):
         w = random_quant_weight(K, N, G, seed=1)
         assert torch.equal(w.dequantize(), exact_dequantize(w))
+
+
+def test_rows_in_another_order_are_the_same_weight() -> None:
+    """Stored rows are those of inputs perm[i]: W is put in order, codes and rows are not; 100 = 3 · 32 + 4."""
+    W = random_quant_weight(100, 24, 32, seed=3)
+    w = with_random_perm(W)
+    assert w.perm is not None
+    order = w.perm.argsort()
+    assert torch.equal(w.dequantize(), W.dequantize()[order])
+    assert torch.equal(dequantize64(w), dequantize64(W)[order])
+    assert torch.equal(w.mean(), w.dequantize())
+    assert torch.equal(w.columns(torch.tensor([5, 0])), w.dequantize()[:, [5, 0]].t())
+    assert torch.equal(w.rows(30, 70), W.rows(30, 70))
+    assert torch.equal(w.codes(), W.codes())
+    assert torch.equal(w.stored.dequantize(), W.dequantize())
+    assert w.nbytes == W.nbytes + 400
 
 
 def test_dense_weight_answers_alike() -> None:
@@ -175,6 +191,10 @@ REFUSED = {
     "no rows": ({"q": Q[:0]}, r"must be in 1\.\.K=0"),
     "short bias": ({"bias": torch.zeros(7)}, r"bias is torch\.float32 \[7\]; N=8 needs floats \[8\]"),
     "integer bias": ({"bias": torch.zeros(8, dtype=torch.int32)}, r"bias is torch\.int32 \[8\]; N=8 needs floats"),
+    "permutation of int64": ({"perm": torch.arange(64)}, r"perm is torch\.int64 \[64\]; K=64 needs int32 \[64\]"),
+    "short permutation": ({"perm": torch.arange(63).int()}, r"perm is torch\.int32 \[63\]; K=64 needs int32 \[64\]"),
+    "an input twice": ({"perm": torch.zeros(64).int()}, r"perm is no permutation of 0\.\.63"),
+    "an input too far": ({"perm": torch.arange(1, 65).int()}, r"perm is no permutation of 0\.\.63"),
     "half an integer zero": ({"zero": Z - 0.25, "integer_zero": True}, r"16 zeros are not −z·scale for a z in 0\.\.15"),
     "integer zero 16": ({"zero": -16 * S, "integer_zero": True}, r"16 zeros are not −z·scale for a z in 0\.\.15"),
     "integer zero -1": ({"zero": S, "integer_zero": True}, r"16 zeros are not −z·scale for a z in 0\.\.15"),

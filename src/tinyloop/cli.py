@@ -76,7 +76,8 @@ def import_(
     started = time.perf_counter()
     with bar("importing") as update:
         checkpoint = import_model(src, progress=update)
-    container.write(checkpoint, dst, overwrite=force)
+    with bar("writing") as update:
+        container.write(checkpoint, dst, overwrite=force, progress=update)
     result = {"path": str(dst), "bytes": dst.stat().st_size, "seconds": round(time.perf_counter() - started, 3),
               "source": dict(checkpoint.source), "notes": list(checkpoint.notes)}  # fmt: skip
     if as_json:

@@ -4,7 +4,8 @@
 costs no copy, after comparing every checksum against the bytes on disk.
 
 The writer is our own, twenty lines: the library's orders metadata at random and, in older releases, copies the whole
-model first. Ours gives the same bytes for the same model, which makes files comparable by their hash.
+model first. Ours gives the same bytes for the same model, which makes files comparable by their hash. It knows every
+tensor's place from dtypes and shapes, writes one weight at a time wherever it belongs, and the header last.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from .weight import DenseWeight, LinearWeight, QuantWeight
 FORMAT = "tinyloop"
 FORMAT_VERSION = 1
 TOKENIZER_TENSOR = "tokenizer.json"
-_DTYPES = {"U8": torch.uint8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_DTYPES = {
+    "U8": torch.uint8, "I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+}  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FIELDS = ("checksums", "model", "source", "tokenizer", "weights")  # metadata that is JSON
 _SPEC_KEYS = {
@@ -56,8 +59,10 @@ class Description:
     file_bytes: int
 
 
-def write(checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-    """Store `checkpoint` at `path`; returns the path.
+def write(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool = False, progress: Progress | None = None
+) -> Path:
+    """Store `checkpoint` at `path`; returns the path. Deferred weights are read one at a time.
 
     Raises InputError where the path exists and `overwrite` is False, where its folder is missing, or where the disk
     is full or read-only. In each case nothing is left behind under `path`.
@@ -67,10 +72,9 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool 
         raise InputError(f"{target} exists; give another name, or allow overwriting (--force)")
     if not target.parent.is_dir():
         raise InputError(f"{target.parent} is not a folder; make it first")
-    tensors = dict(_tensors(checkpoint))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        _save(partial, _metadata(checkpoint, tensors), tensors)
+        _save(partial, checkpoint, progress)
         os.replace(partial, target)
     except OSError as error:
         raise InputError(f"{target} could not be written: {error}; nothing was left behind") from error
@@ -123,23 +127,29 @@ def read(path: str | os.PathLike[str], verify: bool = True, progress: Progress |
         if verify:
             for name, w in weights.items():
                 _check_values(name, w)
+        _check_perms(weights)
         return Checkpoint(about.config, weights, norms, tokenizer, about.source)
     except (FormatError, SafetensorError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: {error}") from error
 
 
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, w in checkpoint.weights.items():
-        _check_values(name, w)
-        parts = {"bias": w.bias}
-        if isinstance(w, QuantWeight):
-            parts |= {"q": w.packed, "scale": w.scale, "zero": w.zero, "frac4": w.frac4, "sign_bit": w.sign_bit}
-        else:
-            parts["weight"] = w.weight
-        yield from ((f"{name}.{part}", t.contiguous()) for part, t in parts.items() if t is not None)
-    yield from ((name, t.contiguous()) for name, t in checkpoint.norms.items())
+def _tensors(name: str, w: LinearWeight) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = {"bias": w.bias}
+    if isinstance(w, QuantWeight):
+        parts |= {"q": w.packed, "scale": w.scale, "zero": w.zero, "perm": w.perm, "frac4": w.frac4,
+                  "sign_bit": w.sign_bit}  # fmt: skip
+    else:
+        parts["weight"] = w.weight
+    yield from ((f"{name}.{part}", t) for part, t in parts.items() if t is not None)
+
+
+def _others(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """What is stored beside the weights."""
+    tensors = dict(checkpoint.norms)
     if checkpoint.tokenizer is not None:
-        yield TOKENIZER_TENSOR, torch.frombuffer(bytearray(checkpoint.tokenizer.json, "utf-8"), dtype=torch.uint8)
+        text = bytearray(checkpoint.tokenizer.json, "utf-8")
+        tensors[TOKENIZER_TENSOR] = torch.frombuffer(text, dtype=torch.uint8)
+    return tensors
 
 
 def _spec(w: LinearWeight) -> dict[str, Any]:
@@ -150,8 +160,9 @@ def _spec(w: LinearWeight) -> dict[str, Any]:
 
 
 def _weight(name: str, spec: dict[str, Any], get: Callable[[str], torch.Tensor], about: Description) -> LinearWeight:
-    bias, frac4, sign_bit = (
-        get(f"{name}.{part}") if f"{name}.{part}" in about.tensors else None for part in ("bias", "frac4", "sign_bit")
+    bias, frac4, sign_bit, perm = (
+        get(f"{name}.{part}") if f"{name}.{part}" in about.tensors else None
+        for part in ("bias", "frac4", "sign_bit", "perm")
     )
     try:
         if spec["kind"] == "dense":
@@ -159,7 +170,7 @@ def _weight(name: str, spec: dict[str, Any], get: Callable[[str], torch.Tensor],
         else:
             w = QuantWeight(
                 get(f"{name}.q"), get(f"{name}.scale"), get(f"{name}.zero"), spec["K"], spec["group_size"],
-                spec["bits"], spec["integer_zero"], bias, frac4, sign_bit,
+                spec["bits"], spec["integer_zero"], bias, frac4, sign_bit, perm,
             )  # fmt: skip
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
@@ -182,46 +193,94 @@ def _check_values(name: str, w: LinearWeight) -> None:
             raise FormatError(f"{name}: scale or zero is NaN or infinite; the source is damaged, convert it again")
 
 
-def _metadata(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _check_perms(weights: Mapping[str, LinearWeight]) -> None:
+    """Always, since they are small, and an index beyond K would read foreign memory."""
+    for name, w in weights.items():
+        try:
+            if isinstance(w, QuantWeight):
+                w.check_perm()
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from error
+
+
+def _metadata(checkpoint: Checkpoint, checksums: Mapping[str, str]) -> dict[str, str]:
     fields = {
         "model": checkpoint.config.to_dict(),
-        "weights": {name: _spec(w) for name, w in checkpoint.weights.items()},
+        "weights": {name: _spec(w) for name, w in checkpoint.outlines.items()},
         "tokenizer": None if checkpoint.tokenizer is None else checkpoint.tokenizer.settings(),
         "source": dict(checkpoint.source),
-        "checksums": {name: _digest(_dtype_name(name, t), list(t.shape), [_bytes(t)]) for name, t in tensors.items()},
+        "checksums": dict(checksums),
     }
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
     metadata |= {key: json.dumps(fields[key], ensure_ascii=False, sort_keys=True) for key in _FIELDS}
     return metadata | {"metadata_sha256": _metadata_digest(metadata)}
 
 
-def _save(path: Path, metadata: dict[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Large elements first, so that every tensor lies at a multiple of its element size without gaps."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    begin = 0
-    for name in order:
-        t = tensors[name]
-        end = begin + t.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+def _save(path: Path, checkpoint: Checkpoint, progress: Progress | None) -> None:
+    others = _others(checkpoint)
+    outline = others | dict(t for name, w in checkpoint.outlines.items() for t in _tensors(name, w))
+    places, size = _places(outline)
+    checksums = dict.fromkeys(outline, "0" * 64)
+    # A checksum is as long as its stand-in, so the header's length is known before the first tensor is.
+    base = len(_header_bytes(_metadata(checkpoint, checksums), places))
+    done = 0
     with open(path, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            f.write(_bytes(tensors[name]))
+        for name, t in _stream(checkpoint, others):
+            place, dtype = places[name], _dtype_name(name, t)
+            if (dtype, list(t.shape)) != (place["dtype"], place["shape"]):
+                raise FormatError(f"{name} is {dtype} {list(t.shape)}, announced was {place['dtype']} {place['shape']}")
+            data = _bytes(t)
+            checksums[name] = _digest(dtype, place["shape"], [data])
+            f.seek(base + place["data_offsets"][0])
+            f.write(data)
+            done += t.nbytes
+            del t, data  # and with them a deferred weight, before the next one comes
+            if progress:
+                progress(done, size)
+        f.seek(0)
+        f.write(_header_bytes(_metadata(checkpoint, checksums), places))
         f.flush()
         os.fsync(f.fileno())
 
 
+def _stream(checkpoint: Checkpoint, others: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, those of one weight after those of another."""
+    for name in checkpoint.weights:
+        w = checkpoint.weights[name]
+        _check_values(name, w)
+        yield from _tensors(name, w)
+        del w
+    yield from others.items()
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], int]:
+    """Header entries and the bytes of all tensors. Large elements first, so that every tensor lies at a multiple of
+    its element size without gaps."""
+    places: dict[str, Any] = {}
+    begin = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        t = tensors[name]
+        end = begin + t.nbytes
+        places[name] = {"dtype": _dtype_name(name, t), "shape": list(t.shape), "data_offsets": [begin, end]}
+        begin = end
+    return places, begin
+
+
+def _header_bytes(metadata: dict[str, str], places: dict[str, Any]) -> bytes:
+    text = json.dumps({"__metadata__": metadata, **places}, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _bytes(t: torch.Tensor) -> memoryview:
-    return t.detach().reshape(-1).view(torch.uint8).numpy().data
+    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _dtype_name(name: str, t: torch.Tensor) -> str:
     if t.dtype not in _DTYPE_NAMES:
-        raise FormatError(f"{name} is {t.dtype}; a file holds uint8, float16, bfloat16 and float32, cast it first")
+        raise FormatError(
+            f"{name} is {t.dtype}; a file holds uint8, int32, float16, bfloat16 and float32, cast it first"
+        )
     return _DTYPE_NAMES[t.dtype]
 
 
@@ -319,7 +378,8 @@ def _check_names(about: Description) -> None:
             if channel not in PER_BYTE:
                 raise FormatError(f"{name}: channel {channel!r} is none of {', '.join(PER_BYTE)}; use a newer release")
             parts.append(channel)
-        wanted |= {f"{name}.{part}" for part in parts} | {f"{name}.bias"} & about.tensors.keys()
+        free = {f"{name}.bias"} | ({f"{name}.perm"} if spec["kind"] == "affine" else set())
+        wanted |= {f"{name}.{part}" for part in parts} | free & about.tensors.keys()
     if missing := sorted((wanted | about.checksums.keys()) - about.tensors.keys()):
         raise FormatError(f"tensor {missing[0]} is missing; the file is incomplete")
     if extra := sorted(about.tensors.keys() - (wanted & about.checksums.keys())):

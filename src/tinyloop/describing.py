@@ -51,10 +51,11 @@ def _groups(about: Description) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, spec in about.weights.items():
         pattern = re.sub(r"^layers\.\d+\.", "layers.*.", name)
+        spec = spec | ({"act_order": f"{name}.perm" in about.tensors} if spec["kind"] == "affine" else {})
         key = (pattern, *sorted(spec.items()))
         group = groups.setdefault(key, {"name": pattern, "count": 0, **spec, "bytes": 0})
         group["count"] += 1
-        parts = ("q", "scale", "zero", "weight", "bias", "frac4", "sign_bit")
+        parts = ("q", "scale", "zero", "perm", "weight", "bias", "frac4", "sign_bit")
         group["bytes"] += sum(t[3] - t[2] for part in parts if (t := about.tensors.get(f"{name}.{part}")))
     return list(groups.values())
 
@@ -86,6 +87,7 @@ def render(f: dict[str, Any]) -> Iterator[RenderableType]:
         name = f"{g['name']} ×{g['count']}" if g["count"] > 1 else g["name"]
         kind = "4-bit codes with integer zero" if g.get("integer_zero") else g["kind"]
         kind += f" and {g['channel']}" if g.get("channel") else ""
+        kind += ", act-order" if g.get("act_order") else ""
         numbers = (str(g.get(k, "")) for k in ("bits", "group_size", "K", "N"))
         table.add_row(escape(name), kind, *numbers, f"{g['bytes'] / 1e6:.2f}")
     yield table

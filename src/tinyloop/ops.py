@@ -45,6 +45,8 @@ def quant_gemm(
     if x.dim() < 1 or x.shape[-1] != packed.weight.K:
         raise InputError(f"x has shape {list(x.shape)}; its last dimension must be K={packed.weight.K}")
     x2 = x.reshape(-1, packed.weight.K)
+    if packed.perm is not None:
+        x2 = x2[:, packed.perm]  # kernels read rows as they are stored
     y = _run(x2, packed, problem(packed, x2.shape[0], x.dtype, exact, bare=w is not packed))
     return y.reshape(*x.shape[:-1], packed.weight.N)
 

@@ -38,6 +38,11 @@ class PackedWeight:
         """The weight's channel for cross-iteration rounding: "frac4", "sign_bit" or None."""
         return self.weight.channel if isinstance(self.weight, QuantWeight) else None
 
+    @property
+    def perm(self) -> Tensor | None:  # int32 [K]
+        """The order in which the weight's rows are stored; every layout is in stored order. None: their own."""
+        return self.weight.perm if isinstance(self.weight, QuantWeight) else None
+
     def at(self, iteration: int) -> PackedWeight:
         """This weight as loop iteration `iteration` rounds it, sharing all layouts; itself without a channel."""
         if self.channel is None:
@@ -101,13 +106,13 @@ class PackedWeight:
         return 1 if w.group_size in (32, 64, 128, 256) else w.K // 32
 
     def dense(self, dtype: torch.dtype, keep: bool) -> Tensor:
-        """W, or its rounding in this iteration, as `dense_product` takes it: reordered for oneDNN when kept, [N, K]
-        otherwise."""
+        """W in stored order, or its rounding in this iteration, as `dense_product` takes it: reordered for oneDNN when
+        kept, [N, K] otherwise."""
         key = dtype, self.iteration
         if key in self._dense:
             return self._dense[key]
         w = self.rounding()
-        W = w.weight.to(dtype) if isinstance(w, DenseWeight) else _dequantize(w, dtype).t()
+        W = w.weight.to(dtype) if isinstance(w, DenseWeight) else _dequantize(w.stored, dtype).t()
         if keep:
             self._dense[key] = W = _reorder(W)
         return W

@@ -12,6 +12,14 @@ A weight of a loop may carry one channel beside its codes, which says how other 
 
     frac4     uint8 [⌈K/2⌉, N]   s in −8..7, packed as q is
     sign_bit  uint8 [⌈K/8⌉, N]   bit j of byte (i, n) belongs to q[8i + j, n]
+
+A weight quantised in the order of its inputs' importance has groups of inputs that do not lie beside each other. Its
+rows are stored so that they do, and a permutation says where each belongs:
+
+    perm   int32 [K]   row i of q is that of input perm[i]
+
+`packed`, `codes` and `rows` are in stored order, which is what kernels read, given `x[..., perm]`; W, as `dequantize`,
+`columns` and `mean` give it, is in the order of the inputs.
 """
 
 from __future__ import annotations
@@ -48,6 +56,7 @@ class QuantWeight:
     bias: Tensor | None = None  # [N]
     frac4: Tensor | None = None  # uint8 [⌈K/2⌉, N]
     sign_bit: Tensor | None = None  # uint8 [⌈K/8⌉, N]
+    perm: Tensor | None = None  # int32 [K]
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -71,6 +80,7 @@ class QuantWeight:
             raise FormatError(f"scale is {self.scale.dtype} but zero is {self.zero.dtype}; store both alike")
         _check_bias(self.bias, self.N)
         _check_channel_shape(self)
+        _check_perm_shape(self)
 
     @property
     def N(self) -> int:
@@ -87,11 +97,16 @@ class QuantWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, parameters, bias and channel."""
-        tensors = (self.packed, self.scale, self.zero, self.bias, self.frac4, self.sign_bit)
+        """Bytes of codes, parameters, bias, channel and permutation."""
+        tensors = (self.packed, self.scale, self.zero, self.bias, self.frac4, self.sign_bit, self.perm)
         return sum(t.nbytes for t in tensors if t is not None)
 
-    def codes(self) -> Tensor:  # uint8 [K, N], 0..15 (0..255 at 8 bits)
+    @property
+    def stored(self) -> QuantWeight:
+        """The weight of `x[..., perm]`: the same rows as they are stored, without a permutation."""
+        return self if self.perm is None else dataclasses.replace(self, perm=None)
+
+    def codes(self) -> Tensor:  # uint8 [K, N], 0..15 (0..255 at 8 bits), in stored order
         if self.bits == 8:
             return self.packed
         pair = torch.stack((self.packed & 15, self.packed >> 4), dim=1)  # [⌈K/2⌉, 2, N]
@@ -106,11 +121,11 @@ class QuantWeight:
         slab = max(1, (1 << 21) // max(1, self.N))  # rows per slab
         for k in range(0, self.K, slab):
             end = min(self.K, k + slab)
-            W[k:end] = self.rows(k, end)
+            W[slice(k, end) if self.perm is None else self.perm[k:end]] = self.rows(k, end).to(dtype)
         return W
 
     def rows(self, k: int, end: int) -> Tensor:  # fp32 [end − k, N]
-        """Rows k..end−1 of W, exact as `dequantize`."""
+        """Stored rows k..end−1 of W, exact as `dequantize`."""
         return self._values(k, self._codes(k, end).to(torch.float32))
 
     def _codes(self, k: int, end: int) -> Tensor:  # uint8 [end − k, N]
@@ -125,8 +140,9 @@ class QuantWeight:
         """Columns of W, which for an embedding table are the rows of its lookup: exact as `dequantize`."""
         flat = n.reshape(-1)
         part = QuantWeight(
-            self.packed[:, flat], self.scale[:, flat], self.zero[:, flat], self.K, self.group_size, self.bits
-        )
+            self.packed[:, flat], self.scale[:, flat], self.zero[:, flat], self.K, self.group_size, self.bits,
+            perm=self.perm,
+        )  # fmt: skip
         return part.dequantize().t().reshape(*n.shape, self.K)
 
     def rounding(self, iteration: int) -> QuantWeight:
@@ -178,6 +194,11 @@ class QuantWeight:
             if bad := int(((code < 0) | (code > 15)).sum()):
                 raise FormatError(f"{self.channel} leads from {bad} codes in rows {k} to {end - 1} out of 0..15")
 
+    def check_perm(self) -> None:
+        """Raises FormatError where `perm` does not name every input once: values would be lost or read from beyond."""
+        if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.K, dtype=torch.int32)):
+            raise FormatError(f"perm is no permutation of 0..{self.K - 1}; every input has one row")
+
     def _channel(self, k: int, end: int) -> Tensor:  # uint8 [end − k, N]; k is a multiple of 8
         if self.frac4 is not None:
             return _nibbles(self.frac4, k, end)
@@ -198,11 +219,12 @@ class QuantWeight:
         bits: int = 4,
         bias: Tensor | None = None,
         integer_zero: bool = False,
+        perm: Tensor | None = None,  # int32 [K]: q's rows are in stored order
     ) -> QuantWeight:
         """Pack codes; scale and zero become fp16 where that is exact for all of them, else fp32.
 
-        Raises FormatError where a code leaves its range, a parameter is not finite in fp32, shapes disagree, or
-        `integer_zero` is not true.
+        Raises FormatError where a code leaves its range, a parameter is not finite in fp32, shapes disagree, `perm` is
+        no permutation, or `integer_zero` is not true.
         """
         if q.dim() != 2 or q.is_floating_point():
             raise FormatError(f"q is {q.dtype} {list(q.shape)}; codes are integers [K, N]")
@@ -217,9 +239,10 @@ class QuantWeight:
         K = q.shape[0]
         q = q.to(torch.uint8)
         q = pack_nibbles(q) if bits == 4 else q.contiguous()
-        w = QuantWeight(q, *_narrow(scale, zero), K, group_size, bits, integer_zero, bias)
+        w = QuantWeight(q, *narrow(scale, zero), K, group_size, bits, integer_zero, bias, perm=perm)
+        w.check_perm()
         if integer_zero:
-            _check_integer_zero(w)
+            check_integer_zero(w)
         return w
 
 
@@ -288,12 +311,21 @@ def _check_channel_shape(w: QuantWeight) -> None:
         raise FormatError(f"{w.channel} is {t.dtype} {list(t.shape)}; K={w.K}, N={w.N} needs uint8 {want}")
 
 
+def _check_perm_shape(w: QuantWeight) -> None:
+    if w.perm is None:
+        return
+    if w.perm.dtype != torch.int32 or list(w.perm.shape) != [w.K]:
+        raise FormatError(f"perm is {w.perm.dtype} {list(w.perm.shape)}; K={w.K} needs int32 [{w.K}]")
+    if w.channel:
+        raise FormatError(f"{w.channel} beside perm; a channel goes with inputs in their own order")
+
+
 def _check_bias(bias: Tensor | None, N: int) -> None:
     if bias is not None and (list(bias.shape) != [N] or not bias.is_floating_point()):
         raise FormatError(f"bias is {bias.dtype} {list(bias.shape)}; N={N} needs floats [{N}]")
 
 
-def _check_integer_zero(w: QuantWeight) -> None:
+def check_integer_zero(w: QuantWeight) -> None:
     """Export writes z = −zero/scale back, which is lossless only if every zero is such a product, rounded once."""
     scale, zero = w.scale.float(), w.zero.float()
     z = torch.where(scale == 0, 0, -zero / scale).round().clamp(0, (1 << w.bits) - 1)
@@ -303,7 +335,7 @@ def _check_integer_zero(w: QuantWeight) -> None:
         )
 
 
-def _narrow(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+def narrow(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Both in fp16 where neither loses a bit, else both in fp32."""
     halves = scale.to(torch.float16), zero.to(torch.float16)
     if all(torch.equal(h.to(t.dtype), t) for h, t in zip(halves, (scale, zero), strict=True)):

@@ -81,6 +81,8 @@ def refusal(model: Model) -> str | None:
     for name, w in model.weights.items():
         if name != "embed" and not isinstance(w.weight, QuantWeight):
             return f"{name} is dense"
+        if w.perm is not None:
+            return f"{name} has its inputs in an order of its own (act-order)"
     head = model.weights["embed" if model.config.tie_word_embeddings else "head"]
     if not isinstance(head.weight, QuantWeight):
         return "the head is dense"

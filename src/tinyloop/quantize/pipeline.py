@@ -71,7 +71,7 @@ def preflight(checkpoint: Checkpoint, settings: Settings) -> list[str]:
     channels = {spec.channel for name in names if (spec := settings.of(name)) and spec.channel}
     if channels and (checkpoint.config.loops or 1) == 1:
         raise InputError(f"channel={channels.pop()!r}, but this model applies every weight once; leave the channel out")
-    if problems := [p for n in names if (p := _problem(n, checkpoint.weights[n], _spec(checkpoint, settings, n)))]:
+    if problems := [p for n in names if (p := _problem(n, checkpoint.outlines[n], _spec(checkpoint, settings, n)))]:
         raise InputError(
             f"{len(problems)} weights cannot be quantised: {'; '.join(problems[:8])}"
             f"{' …' if len(problems) > 8 else ''}; start from a dense checkpoint, choose another group (--group), or "
@@ -173,7 +173,7 @@ class _Run:
         before = len(self.reports)
         reads = "embed" if self.checkpoint.config.tie_word_embeddings else "head"
         for name in names:
-            K = self.checkpoint.weights[name].K
+            K = self.checkpoint.outlines[name].K
             H = torch.zeros(K, K) if name == reads else torch.eye(K)
             for x in self.x if name == reads else ():
                 _add_outer(H, self.model._norm(x.clone(), None, "final_norm")[0])
@@ -185,7 +185,7 @@ class _Run:
         names = [f"layers.{layer}.{n}" for n in STAGES[stage] if self.settings.of(f"layers.{layer}.{n}")]
         if not names:
             return
-        K = self.checkpoint.weights[names[0]].K
+        K = self.checkpoint.outlines[names[0]].K
         H = self.watched[id(self.model.weights[names[0]])] = torch.zeros(K, K)
         for x in self.x:
             self._through(x, layers, repeats, until=(layer, stage))

@@ -95,8 +95,8 @@ def digest(checkpoint: Checkpoint, tokens: Tensor, settings: Any) -> str:
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     for name, w in sorted(checkpoint.weights.items()):
-        parts = (w.weight,) if isinstance(w, DenseWeight) else (w.packed, w.scale, w.zero)
-        yield from ((name, t) for t in parts)
+        parts = (w.weight,) if isinstance(w, DenseWeight) else (w.packed, w.scale, w.zero, w.perm)
+        yield from ((name, t) for t in parts if t is not None)
         if w.bias is not None:
             yield f"{name}.bias", w.bias
     yield from sorted(checkpoint.norms.items())
