@@ -19,6 +19,13 @@ from .errors import FormatError, InputError, NumericalError, TinyLoopError, Unsu
 from .explain import Explanation, explain
 from .generate import Chat, Generation, Options, generate_batch
 from .loading import import_model, load
+from .marlin import (
+    MarlinWeight,
+    marlin_pack_asymmetric,
+    marlin_pack_symmetric,
+    marlin_unpack_asymmetric,
+    marlin_unpack_symmetric,
+)
 from .model import KVCache, Model
 from .ops import quant_gemm
 from .pack import PackedWeight, pack
@@ -40,6 +47,7 @@ __all__ = [
     "InputError",
     "KVCache",
     "Machine",
+    "MarlinWeight",
     "Model",
     "ModelConfig",
     "NumericalError",
@@ -63,6 +71,10 @@ __all__ = [
     "import_model",
     "inspect",
     "load",
+    "marlin_pack_asymmetric",
+    "marlin_pack_symmetric",
+    "marlin_unpack_asymmetric",
+    "marlin_unpack_symmetric",
     "pack",
     "plan",
     "quant_gemm",
