@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from helpers import random_dense_weight, random_quant_weight, with_random_perm
+from helpers import random_dense_weight, random_quant_weight, with_random_channel, with_random_perm
 from tinyloop.errors import FormatError
 from tinyloop.reference import dequantize64, matmul64
-from tinyloop.weight import DenseWeight, QuantWeight, pack_nibbles
+from tinyloop.weight import DenseWeight, LinearWeight, QuantWeight, pack_nibbles
 
 
 @st.composite
@@ -230,3 +230,39 @@ def test_dense_refusals() -> None:
         DenseWeight(torch.zeros(2, 2, dtype=torch.int32))
     with pytest.raises(FormatError, match=r"bias is torch\.float32 \[3\]; N=2 needs floats \[2\]"):
         DenseWeight(torch.zeros(2, 4), torch.zeros(3))
+
+
+def every_kind() -> list[LinearWeight]:
+    w = random_quant_weight(70, 24, 32, seed=0, bias=True)
+    channels = [with_random_channel(w, kind) for kind in ("frac4", "sign_bit")]
+    dense = random_dense_weight(70, 24, seed=0, bias=True)
+    return [w, with_random_perm(w), *channels, random_quant_weight(70, 24, 32, seed=0, bits=8), dense]
+
+
+@pytest.mark.parametrize("w", every_kind(), ids=lambda w: type(w).__name__)
+def test_a_weight_moves_whole(w: LinearWeight) -> None:
+    """`meta` stands for another device: whatever is made of a moved weight's tensors must be made beside them."""
+    assert w.to("cpu") is w
+    moved = w.to("meta")
+    for f in dataclasses.fields(w):
+        before, after = getattr(w, f.name), getattr(moved, f.name)
+        if isinstance(before, torch.Tensor):
+            assert after.device.type == "meta", f.name
+            assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        else:
+            assert after == before
+    assert moved.dequantize().device.type == "meta"
+    assert moved.columns(torch.zeros(3, dtype=torch.int64, device="meta")).shape == (3, 70)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("w", every_kind(), ids=lambda w: type(w).__name__)
+def test_a_weight_on_a_gpu_is_the_same(w: LinearWeight) -> None:
+    moved = w.to("cuda")
+    n = torch.tensor([[3, 0], [23, 3]])
+    assert torch.equal(moved.dequantize().cpu(), w.dequantize())
+    assert torch.equal(moved.columns(n.cuda()).cpu(), w.columns(n))
+    if isinstance(w, QuantWeight) and isinstance(moved, QuantWeight):
+        assert torch.equal(moved.mean().cpu(), w.mean())
+        assert torch.equal(moved.rounding(3).packed.cpu(), w.rounding(3).packed)
+        assert torch.equal(moved.to("cpu").packed, w.packed)

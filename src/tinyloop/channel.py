@@ -38,14 +38,14 @@ def hashes(first: int, end: int, N: int) -> np.ndarray:  # uint32 [end − first
 
 def steps(channel: str, values: Tensor, first: int, iteration: int) -> Tensor:  # uint8 [R, N] → int8 [R, N]
     """What iteration `iteration` adds to the codes of rows first … first + R − 1, in −1..1."""
-    v = values.numpy()
+    v = values.cpu().numpy()
     h = hashes(first, first + v.shape[0], v.shape[1])
     if channel == FRAC4:
         h += np.uint32(iteration * GOLDEN & 0xFFFFFFFF)
         step = (v > h >> np.uint32(28)).astype(np.int8) - (v >> 3).astype(np.int8)
     else:
         step = sign(h) * v.astype(np.int8) * np.int8(iteration % 2)
-    return torch.from_numpy(step)
+    return torch.from_numpy(step).to(values.device)
 
 
 def sign(h: np.ndarray) -> np.ndarray:  # uint32 → int8, 1 or −1
@@ -59,7 +59,7 @@ def means(channel: str, values: Tensor, first: int) -> Tensor:  # uint8 [R, N] �
     if channel == FRAC4:
         return (values.float() - 16 * (values >> 3)) / 16
     h = hashes(first, first + values.shape[0], values.shape[1])
-    return values * torch.from_numpy(sign(h)) / 2
+    return values * torch.from_numpy(sign(h)).to(values.device) / 2
 
 
 def distinct(channel: str, iteration: int) -> int:
@@ -74,9 +74,10 @@ def roundings(channel: str, iterations: int) -> int:
 
 def pack_bits(b: Tensor) -> Tensor:  # uint8 [K, N] of 0 and 1 → uint8 [⌈K/8⌉, N]
     """Bit j of byte (i, n) = b[8i + j, n]; rows beyond K are 0."""
-    return torch.from_numpy(np.packbits(b.numpy(), axis=0, bitorder="little"))
+    return torch.from_numpy(np.packbits(b.cpu().numpy(), axis=0, bitorder="little")).to(b.device)
 
 
 def unpack_bits(packed: Tensor, K: int) -> Tensor:  # uint8 [⌈K/8⌉, N] → uint8 [K, N]
     """Inverse of `pack_bits`."""
-    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=0, count=K, bitorder="little"))
+    bits = np.unpackbits(packed.cpu().numpy(), axis=0, count=K, bitorder="little")
+    return torch.from_numpy(bits).to(packed.device)

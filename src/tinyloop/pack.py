@@ -19,12 +19,14 @@ Tensor = torch.Tensor
 
 
 class PackedWeight:
-    """A linear weight and its derived layouts. `keep_dense` allows a dense copy to be kept (memory for speed), and
-    `keep_roundings` those of as many loop iterations. `iteration` is set in what `at` returns, and nowhere else.
+    """A linear weight and its derived layouts, on `device`. `keep_dense` allows a dense copy to be kept (memory for
+    speed), and `keep_roundings` those of as many loop iterations. `iteration` is set in what `at` returns, and nowhere
+    else.
     """
 
-    def __init__(self, weight: LinearWeight, keep_dense: bool = False):
-        self.weight = weight
+    def __init__(self, weight: LinearWeight, keep_dense: bool = False, device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self.weight = weight if self.device.type == "cpu" else weight.to(self.device)
         self.keep_dense = keep_dense or isinstance(weight, DenseWeight)
         self.keep_roundings = 0
         self.iteration: int | None = None

@@ -10,7 +10,7 @@ from .weight import QuantWeight
 def dequantize64(w: QuantWeight) -> torch.Tensor:  # float64 [K, N]
     """`W = q·scale + zero` in float64 from the stored scale and zero."""
     codes = w.codes().to(torch.float64)
-    group = torch.arange(w.K) // w.group_size
+    group = torch.arange(w.K, device=codes.device) // w.group_size
     rows = codes * w.scale.to(torch.float64)[group] + w.zero.to(torch.float64)[group]
     return rows if w.perm is None else rows[w.perm.argsort()]  # row i belongs to input perm[i]
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -106,6 +106,11 @@ class QuantWeight:
         """The weight of `x[..., perm]`: the same rows as they are stored, without a permutation."""
         return self if self.perm is None else dataclasses.replace(self, perm=None)
 
+    def to(self, device: torch.device | str) -> QuantWeight:
+        """The same weight with all its tensors on `device`; itself where they are there already."""
+        names = ("packed", "scale", "zero", "bias", "frac4", "sign_bit", "perm")
+        return _moved(self, names, torch.device(device))
+
     def codes(self) -> Tensor:  # uint8 [K, N], 0..15 (0..255 at 8 bits), in stored order
         if self.bits == 8:
             return self.packed
@@ -117,7 +122,7 @@ class QuantWeight:
 
         Works in slabs of rows, so that the extra memory stays near 32 MB however large the weight or its groups are.
         """
-        W = torch.empty(self.K, self.N, dtype=dtype)
+        W = torch.empty(self.K, self.N, dtype=dtype, device=self.packed.device)
         slab = max(1, (1 << 21) // max(1, self.N))  # rows per slab
         for k in range(0, self.K, slab):
             end = min(self.K, k + slab)
@@ -133,7 +138,7 @@ class QuantWeight:
 
     def _values(self, k: int, codes: Tensor) -> Tensor:  # fp32 [R, N], overwritten → fp32 [R, N]
         """`codes·scale + zero` for rows from k on."""
-        group = torch.arange(k, k + codes.shape[0]) // self.group_size
+        group = torch.arange(k, k + codes.shape[0], device=codes.device) // self.group_size
         return codes.mul_(self.scale[group]).add_(self.zero[group])
 
     def columns(self, n: Tensor) -> Tensor:  # n int64 [...] → fp32 [..., K]
@@ -159,7 +164,7 @@ class QuantWeight:
         """What the roundings tend to on average over iterations; without a channel, W."""
         if self.channel is None:
             return self.dequantize()
-        W = torch.empty(self.K, self.N)
+        W = torch.empty(self.K, self.N, device=self.packed.device)
         for k, end in self._slabs():
             code = self._codes(k, end) + channel.means(self.channel, self._channel(k, end), k)
             W[k:end] = self._values(k, code)
@@ -196,7 +201,10 @@ class QuantWeight:
 
     def check_perm(self) -> None:
         """Raises FormatError where `perm` does not name every input once: values would be lost or read from beyond."""
-        if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.K, dtype=torch.int32)):
+        if self.perm is None:
+            return
+        every = torch.arange(self.K, dtype=torch.int32, device=self.perm.device)
+        if not torch.equal(self.perm.sort().values, every):
             raise FormatError(f"perm is no permutation of 0..{self.K - 1}; every input has one row")
 
     def _channel(self, k: int, end: int) -> Tensor:  # uint8 [end − k, N]; k is a multiple of 8
@@ -272,6 +280,10 @@ class DenseWeight:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    def to(self, device: torch.device | str) -> DenseWeight:
+        """The same weight on `device`; itself where it is there already."""
+        return _moved(self, ("weight", "bias"), torch.device(device))
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [K, N]
         """The weight in the orientation of `QuantWeight.dequantize`."""
         return self.weight.t().to(dtype)
@@ -282,6 +294,14 @@ class DenseWeight:
 
 
 LinearWeight: TypeAlias = QuantWeight | DenseWeight
+_Weight = TypeVar("_Weight", QuantWeight, DenseWeight)
+
+
+def _moved(w: _Weight, names: tuple[str, ...], device: torch.device) -> _Weight:
+    tensors: dict[str, Tensor] = {name: t for name in names if (t := getattr(w, name)) is not None}
+    if all(t.device == device for t in tensors.values()):
+        return w
+    return dataclasses.replace(w, **{name: t.to(device) for name, t in tensors.items()})  # type: ignore[arg-type]
 
 
 def pack_nibbles(q: Tensor) -> Tensor:  # uint8 [K, N] → uint8 [⌈K/2⌉, N]
