@@ -477,7 +477,7 @@ def test_the_linear_operation_is_the_callers() -> None:
 
     def linear(x: Tensor, w: tl.PackedWeight) -> Tensor:
         seen.append((w.weight.K, w.weight.N))
-        return quant_gemm(x, w, exact=True)
+        return quant_gemm(x, w, exact_int4=True)
 
     checkpoint = tiny_checkpoint()
     y = Model(checkpoint, F32, linear=linear).logits(tokens_of(1, 5))

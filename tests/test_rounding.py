@@ -252,7 +252,7 @@ def test_one_product(dtype: torch.dtype, exact: bool, kind: str) -> None:
     w, x = weight(kind, bias=True), torch.randn(3, 5, 70, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed = pack(w)
     ops.calls.clear()
-    y = tl.quant_gemm(x, packed.at(3), exact=exact)
+    y = tl.quant_gemm(x, packed.at(3), exact_int4=exact)
     assert dict(ops.calls) == {"cross_iter": 1}
     assert (y.dtype, y.shape) == (dtype, (3, 5, 24))
     r = w.rounding(3)

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 
 import torch
 
+from .cuda.config import Chip
+from .dispatch_cuda import CUDA_KERNELS, int4_refusal
 from .errors import InputError
 
 # Rows up to which the panel kernel, which decodes 4-bit weights once for four rows, beats the dense product: on a kept
@@ -24,6 +26,9 @@ from .errors import InputError
 PANEL_ROWS, PANEL_ROWS_FP32, PANEL_ROWS_UNKEPT = 4, 12, 24
 
 CROSS_ITER_ROUND = "TINYLOOP_CROSS_ITER_ROUND"
+USE_MARLIN = "TINYLOOP_USE_MARLIN"
+FP16_BODY = "TINYLOOP_EXPERIMENTAL_FP16_BODY"
+_marlin_dispatch: bool | None = None  # what set_marlin_dispatch said last
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ class Problem:
     exact: bool = False  # fp32 arithmetic whatever dtype is
     channel: str | None = None  # the weight's, for cross-iteration rounding
     iteration: int | None = None  # of the loop, whose rounding is asked for
+    device: str = "cpu"  # or "cuda:0" …
+    marlin: bool = True  # dispatch to the INT4 tensor-core path is on
+    unpackable: str | None = None  # why the weight has no device format, or None
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class Plan:
     kernel: str
     why: str
     refused: tuple[tuple[str, str], ...]
+    config: str = ""  # tile and pipeline, where the kernel has a choice of them
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,32 @@ def default_dtype(m: Machine | None = None) -> torch.dtype:
 
 def cross_iter_round() -> bool:
     """What TINYLOOP_CROSS_ITER_ROUND asks for: 1 is on, 0 or unset is off. Raises InputError for anything else."""
-    value = os.environ.get(CROSS_ITER_ROUND, "0")
+    return _switch(CROSS_ITER_ROUND, False)
+
+
+def use_marlin() -> bool:
+    """Whether products may take the INT4 tensor-core path: what `set_marlin_dispatch` said last, else what
+    TINYLOOP_USE_MARLIN says (1 or unset is on)."""
+    return _switch(USE_MARLIN, True) if _marlin_dispatch is None else _marlin_dispatch
+
+
+def fp16_body() -> bool:
+    """What TINYLOOP_EXPERIMENTAL_FP16_BODY asks for: 1 keeps loop blocks dequantised on a GPU, 0 or unset does not."""
+    return _switch(FP16_BODY, False)
+
+
+def set_marlin_dispatch(on: bool | None) -> None:
+    """Switch the INT4 tensor-core path on or off for all models; None follows TINYLOOP_USE_MARLIN again."""
+    global _marlin_dispatch
+    if on not in (True, False, None):
+        raise InputError(f"set_marlin_dispatch({on!r}): give True, False, or None to follow {USE_MARLIN}")
+    _marlin_dispatch = on
+
+
+def _switch(name: str, default: bool) -> bool:
+    value = os.environ.get(name, "1" if default else "0")
     if value not in ("0", "1"):
-        raise InputError(f"{CROSS_ITER_ROUND}={value!r} is neither '0' nor '1'; set one of them, or unset it")
+        raise InputError(f"{name}={value!r} is neither '0' nor '1'; set one of them, or unset it")
     return value == "1"
 
 
@@ -167,16 +199,43 @@ CPU_KERNELS = (
 )
 
 
-def plan(problem: Problem, on: Machine | None = None) -> Plan:
-    """The first kernel that does not refuse, and the refusals before it."""
-    on = on or machine()
+def plan(problem: Problem, on: Machine | Chip | None = None) -> Plan:
+    """The first kernel that does not refuse, and the refusals before it. `on` is by default the problem's device."""
+    if on is None:
+        on = machine() if problem.device == "cpu" else chip(problem.device)
     refused: list[tuple[str, str]] = []
-    for kernel in CPU_KERNELS:
-        reason = kernel.refuses(problem, on)
-        if reason is None:
-            return Plan(kernel.name, kernel.about, tuple(refused))
-        refused.append((kernel.name, reason))
-    raise AssertionError("native refuses nothing")
+    if isinstance(on, Chip):
+        for row in CUDA_KERNELS:
+            if (reason := row.refuses(problem, on)) is None:
+                return Plan(row.name, row.about, tuple(refused), _config(row.name, problem, on))
+            refused.append((row.name, reason))
+    else:
+        for kernel in CPU_KERNELS:
+            if (reason := kernel.refuses(problem, on)) is None:
+                return Plan(kernel.name, kernel.about, tuple(refused))
+            refused.append((kernel.name, reason))
+    raise AssertionError("the last kernel of a table refuses nothing")
+
+
+def chip(device: str | torch.device) -> Chip:
+    """The GPU behind a torch device."""
+    from .cuda.launch import chip as look
+
+    index = torch.device(device).index
+    return look(torch.cuda.current_device() if index is None else index)
+
+
+def marlin_available(device: str | torch.device = "cuda") -> bool:
+    """Whether the INT4 tensor-core path can run on `device`: a GPU of capability 8.0 or later, and cuda.core."""
+    if not torch.cuda.is_available():
+        return False
+    return int4_refusal(Problem(1, 64, 128, 128, 4, torch.float16, device="cuda"), chip(device)) is None
+
+
+def _config(kernel: str, p: Problem, on: Chip) -> str:
+    from .cuda.config import choose
+
+    return str(choose(p.M, -(-p.N // 64) * 64, -(-p.K // 128) * 128, on)) if kernel == "tensor_core" else ""
 
 
 def _name(dtype: torch.dtype) -> str:

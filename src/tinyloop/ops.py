@@ -6,12 +6,13 @@ Activations of any float dtype and of 1 to 4 (or more) dimensions come back in t
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
-from .dispatch import Plan, Problem, machine, plan
+from .dispatch import Plan, Problem, machine, plan, use_marlin
 from .errors import InputError
-from .pack import PackedWeight, dense_product
+from .pack import PackedWeight, dense_product, pack
 from .weight import DenseWeight, LinearWeight, QuantWeight
 
 Tensor = torch.Tensor
@@ -26,20 +27,20 @@ _ROWS = 2048  # rows of x that `native` converts and sums at a time
 def quant_gemm(
     x: Tensor,  # fp32 | bf16 | fp16 [..., K]
     w: PackedWeight | LinearWeight,
-    exact: bool = False,
+    exact_int4: bool = False,
 ) -> Tensor:  # x's dtype [..., N]
     """`x @ W + bias` with `W = q·scale + zero`.
 
     A `PackedWeight` (see `pack`) keeps the layouts that make repeated products fast; a bare weight keeps nothing.
     `pack(w).at(i)` is the weight as loop iteration i rounds it, where it has a channel.
-    `exact` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, and where a
-    gradient is expected.
+    `exact_int4` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, and where
+    a gradient is expected.
     """
-    packed = w if isinstance(w, PackedWeight) else PackedWeight(w)
+    packed = w if isinstance(w, PackedWeight) else pack(w)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"x is {x.dtype}; activations are float32, bfloat16 or float16: cast it first")
-    if x.device.type != "cpu":
-        raise InputError(f"x is on {x.device}, the weight on cpu; move one of them")
+    if x.device != packed.device:
+        raise InputError(f"x is on {x.device}, the weight on {packed.device}; move one of them")
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError("x requires grad, and this product has no gradient; detach it or use torch.inference_mode()")
     if x.dim() < 1 or x.shape[-1] != packed.weight.K:
@@ -47,8 +48,31 @@ def quant_gemm(
     x2 = x.reshape(-1, packed.weight.K)
     if packed.perm is not None:
         x2 = x2[:, packed.perm]  # kernels read rows as they are stored
-    y = _run(x2, packed, problem(packed, x2.shape[0], x.dtype, exact, bare=w is not packed))
+    y = _run(x2, packed, problem(packed, x2.shape[0], x.dtype, exact_int4, bare=w is not packed))
     return y.reshape(*x.shape[:-1], packed.weight.N)
+
+
+def quant_swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight) -> Tensor:  # fp32 | bf16 | fp16 [..., K] → [..., N]
+    """`silu(x @ gate)·(x @ up)`, in one launch where both weights take the tensor-core path on a GPU, never with one
+    half of the pair on another kernel than the other. Raises InputError as `quant_gemm` does."""
+    if x.device.type == "cuda" and x.dim() and _one_launch(x, gate, up):
+        from .cuda import run
+
+        calls["tensor_core"] += 2
+        x2 = x.reshape(-1, gate.weight.K)
+        return run.swiglu(x2, gate, up).reshape(*x.shape[:-1], gate.weight.N)
+    return torch.nn.functional.silu(quant_gemm(x, gate), inplace=True).mul_(quant_gemm(x, up))
+
+
+def _one_launch(x: Tensor, gate: PackedWeight, up: PackedWeight) -> bool:
+    if not x.device == gate.device == up.device or x.shape[-1] != gate.weight.K or not x.numel():
+        return False
+    M = x.numel() // x.shape[-1]
+    if any(plan(problem(w, M, x.dtype)).kernel != "tensor_core" for w in (gate, up)):
+        return False
+    from .cuda.run import pairs
+
+    return pairs(gate.marlin(), up.marlin())
 
 
 def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, bare: bool = False) -> Problem:
@@ -58,9 +82,12 @@ def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, ba
         G, bits = weight.K, 8 * weight.weight.element_size()
     else:
         G, bits = weight.group_size, weight.bits
-    return Problem(
+    p = Problem(
         M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact, w.channel, w.iteration
     )
+    if w.device.type == "cpu":
+        return p
+    return replace(p, device=str(w.device), marlin=use_marlin(), unpackable=w.unpackable)
 
 
 def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
@@ -68,6 +95,10 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
         return x.new_empty(0, p.N)
     chosen: Plan = plan(p)
     calls[chosen.kernel] += 1
+    if x.is_cuda and chosen.kernel != "slabs":
+        from .cuda.run import run
+
+        return run(x, w, p, chosen)
     if chosen.kernel == "cross_iter":
         return _cross_iter(x, w, p.exact)
     if chosen.kernel == "panel":
@@ -81,7 +112,7 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
         return y if bias is None else y.add_(bias)
     if chosen.kernel in ("dense_cache", "dense"):
         return dense_product(x.contiguous(), w.dense(x.dtype, chosen.kernel == "dense_cache"), w.bias(x.dtype))
-    return _native(x, w.weight)
+    return _native(x, w.canonical())
 
 
 def _cross_iter(x: Tensor, w: PackedWeight, exact: bool) -> Tensor:  # any float [M, K] → x's dtype [M, N]
@@ -104,7 +135,7 @@ def _native(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → x's d
 
 
 def _native_rows(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → fp32 [M, N]
-    y = torch.zeros(x.shape[0], w.N)
+    y = torch.zeros(x.shape[0], w.N, device=x.device)
     step = max(1, _SLAB // w.N)  # whatever the group: one may span all of K
     for k in range(0, w.K, step):
         end = min(w.K, k + step)

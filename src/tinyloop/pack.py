@@ -7,12 +7,14 @@ model that only scores holds dense copies, and one that only decodes holds panel
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 
 from . import channel
 from .dispatch import machine
+from .marlin import MarlinWeight, refusal
 from .weight import DenseWeight, LinearWeight, QuantWeight
 
 Tensor = torch.Tensor
@@ -34,6 +36,26 @@ class PackedWeight:
         self._int4: tuple[Tensor, Tensor] | None = None
         self._dense: dict[tuple[torch.dtype, int | None], Tensor] = {}
         self._bias: dict[torch.dtype, Tensor] = {}
+        self._marlin: MarlinWeight | None = None
+        self._canonical: LinearWeight | None = weight if weight_device(weight) == self.device else None
+
+    @functools.cached_property
+    def unpackable(self) -> str | None:
+        """Why the weight has no device format, or None."""
+        return refusal(self.weight)
+
+    def marlin(self) -> MarlinWeight:
+        """The device format, on this weight's device."""
+        if self._marlin is None:
+            assert isinstance(self.weight, QuantWeight)
+            self._marlin = MarlinWeight.of(self.weight, self.device)
+        return self._marlin
+
+    def canonical(self) -> LinearWeight:
+        """The weight itself on this weight's device."""
+        if self._canonical is None:
+            self._canonical = self.weight.to(self.device)
+        return self._canonical
 
     @property
     def channel(self) -> str | None:
@@ -62,6 +84,8 @@ class PackedWeight:
             sizes[name] = sizes.get(name, 0) + self.weight.K * self.weight.N * dtype.itemsize
         if self._panel is not None:
             sizes["panel"] = self._panel.data.nbytes
+        if self._marlin is not None:
+            sizes["device format"] = self._marlin.nbytes
         if self._int4 is not None:
             sizes["int4pack"] = sum(t.nbytes for t in self._int4)
         return sizes
@@ -70,7 +94,7 @@ class PackedWeight:
         if self.weight.bias is None:
             return None
         if dtype not in self._bias:
-            self._bias[dtype] = self.weight.bias.to(dtype)
+            self._bias[dtype] = self.weight.bias.to(self.device, dtype)
         return self._bias[dtype]
 
     def panel(self) -> Any:
@@ -129,9 +153,22 @@ class PackedWeight:
         self._dense.clear()
 
 
-def pack(weight: LinearWeight, keep_dense: bool = False) -> PackedWeight:
-    """Allow layouts to be derived from `weight` and kept: what `quant_gemm` wants for repeated products."""
-    return PackedWeight(weight, keep_dense)
+def pack(weight: LinearWeight, keep_dense: bool = False, device: torch.device | str | None = None) -> PackedWeight:
+    """Allow layouts to be derived from `weight` and kept, on `device` (default: where it is): what `quant_gemm` wants
+    for repeated products."""
+    return PackedWeight(weight, keep_dense, weight_device(weight) if device is None else device)
+
+
+def weight_device(weight: LinearWeight) -> torch.device:
+    """Where a weight lies."""
+    return weight.weight.device if isinstance(weight, DenseWeight) else weight.packed.device
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A CUDA device with its index, so that devices compare."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _dequantize(w: QuantWeight, dtype: torch.dtype) -> Tensor:  # [K, N]

@@ -1,0 +1,105 @@
+"""Which tile and pipeline of the tensor-core kernel serve a problem on a chip: values and a pure function of them.
+
+Needs no GPU and no torch, so that plans can be made, tested and explained anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+CHUNK = 64  # k per stage
+_SPARE = 2 << 10  # bytes of shared memory per block that the driver and static variables take
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What plans and configurations need to know of a GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int  # bytes that one block may have
+    memory: int  # bytes
+    missing: str | None = None  # why kernels cannot be compiled, or None
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and pipeline of one launch; the capital names are the macros of tensor_core.cu."""
+
+    MT: int  # tiles of eight rows per warp
+    WM: int  # warps along rows
+    WN: int  # warps along columns, 64 columns each
+    WK: int  # teams of warps that divide the block's slice of K
+    STAGES: int
+    DECODE: bool  # scale and δ while decoding, not when a group ends
+    splits: int = 1  # blocks that divide K
+
+    @property
+    def rows(self) -> int:
+        return self.WM * self.MT * 8
+
+    @property
+    def columns(self) -> int:
+        return self.WN * 64
+
+    @property
+    def threads(self) -> int:
+        return self.WM * self.WN * self.WK * 32
+
+    def shared_memory(self, scale32: bool = False, halves: bool = False, symmetric: bool = False) -> int:
+        """Bytes of shared memory per block: the stages of all teams."""
+        params = self.WN * (2 if halves else 1) * ((256 if scale32 else 128) + (0 if symmetric else 256))
+        stage = self.rows * CHUNK * 2 + self.WN * CHUNK * 32 + params
+        return stage * self.STAGES * self.WK
+
+    def __str__(self) -> str:
+        way = "decode" if self.DECODE else "fold"
+        return f"{self.rows}×{self.columns} tiles, {self.WK} teams, {self.STAGES} stages, {self.splits} slices, {way}"
+
+
+# Tiles by rows of x: (rows up to, columns from, config). Measured on an H200 (docs/log.md).
+_TILES = (
+    (8, 16384, Config(1, 1, 4, 4, 4, False)),
+    (8, 0, Config(1, 1, 1, 8, 6, False)),
+    (16, 16384, Config(2, 1, 4, 4, 4, False)),
+    (16, 0, Config(2, 1, 1, 8, 6, False)),
+    (32, 4096, Config(4, 1, 2, 4, 4, False)),
+    (32, 0, Config(4, 1, 1, 4, 4, False)),
+    (64, 16384, Config(8, 1, 4, 2, 4, True)),
+    (64, 0, Config(8, 1, 2, 4, 4, True)),
+    (128, 0, Config(8, 1, 4, 2, 4, True)),
+    (1 << 62, 0, Config(8, 1, 4, 1, 4, True)),
+)
+
+
+def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
+    """The configuration for M rows, N and K as padded, two weights of N columns for a pair."""
+    config = next(c for rows, columns, c in _TILES if rows >= M and columns <= N)
+    if pair and config.WN == 1:
+        config = replace(config, WN=2, WK=config.WK // 2)
+    while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
+        config = _smaller(config)
+    tiles = -(-M // config.rows) * -(-N * (2 if pair else 1) // config.columns)
+    wanted = on.multiprocessors * 4 // 3 // tiles
+    chunks = K // CHUNK
+    return replace(config, splits=max(1, min(wanted, chunks // (2 * config.WK), 16)))
+
+
+def _smaller(c: Config) -> Config:
+    """One step down in shared memory: fewer stages, then fewer teams, then the last stages."""
+    if c.STAGES > 3 or (c.WK == 1 and c.STAGES > 2):
+        return replace(c, STAGES=c.STAGES - 1)
+    if c.WK > 1:
+        return replace(c, WK=c.WK // 2)
+    raise AssertionError(f"no smaller pipeline than {c}")
+
+
+def variants() -> list[Config]:
+    """Every configuration that some chip may choose: a block has 99 KB of shared memory on 8.6 to 12.x, 163 on 8.0."""
+    chips = [Chip("", (8, 0), 108, kb << 10, 0) for kb in (99, 163, 227)]
+    found = {
+        replace(choose(M, N, 8192, chip, pair), splits=1)
+        for chip in chips for pair in (False, True) for M, N, _ in _TILES for N in (256, N, 1 << 15)
+    }  # fmt: skip
+    return sorted(found, key=str)

@@ -1,0 +1,94 @@
+"""The tensor-core product on the device format: one launch of `tensor_core.cu`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..marlin import MarlinWeight
+from .config import CHUNK, Config, choose
+from .launch import Arguments, Launcher, chip, scratch_counters, scratch_floats
+
+Tensor = torch.Tensor
+_p, _i64, _i32 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+
+
+class _Problem(Arguments):
+    _fields_: ClassVar[Any] = [
+        ("x", _p), ("y", _p), ("partial", _p), ("arrived", _p), ("ldx", _i64),
+        ("M", _i32), ("N", _i32), ("K", _i32), ("blocks64", _i32), ("chunks", _i32), ("units_per_group", _i32),
+        ("row_tiles", _i32), ("splits", _i32),
+    ]  # fmt: skip
+
+
+class _Weight(Arguments):
+    _fields_: ClassVar[Any] = [("B", _p), ("S", _p), ("delta", _p), ("bias", _p)]
+
+
+class _Arguments(Arguments):
+    _fields_: ClassVar[Any] = [("p", _Problem), ("w", _Weight), ("w2", _Weight)]
+
+
+@functools.cache
+def _launcher(
+    config: Config, device: int, bf16: bool, scale32: bool, column: bool, halves: bool, symmetric: bool, pair: bool
+) -> Launcher:
+    macros = defines(config, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves, SYMMETRIC=symmetric, PAIR=pair)
+    shared = config.shared_memory(scale32, halves, symmetric)
+    return Launcher("tensor_core", "tensor_core", macros, device, config.threads, shared)
+
+
+def defines(config: Config, **flags: bool) -> dict[str, int]:
+    """The macros of one variant of tensor_core.cu."""
+    tile = {n: int(getattr(config, n)) for n in ("MT", "WM", "WN", "WK", "STAGES", "DECODE")}
+    return tile | {name: int(flag) for name, flag in flags.items()}
+
+
+def product(
+    x: Tensor,  # fp16 | bf16 [M, K] on cuda, rows aligned to 16 bytes, elements adjacent
+    w: MarlinWeight,
+    bias: Tensor | None = None,  # x's dtype [N]
+    config: Config | None = None,
+    symmetric: bool = False,
+    pair: tuple[MarlinWeight, Tensor | None] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # x's dtype [M, N]; fp32 where symmetric
+    """`x @ W + bias`, or silu of it times `x @ W2 + bias2` for a pair. Symmetric leaves δ out and the sum in fp32."""
+    M, device = x.shape[0], x.device.index
+    y = torch.empty(M, w.N, dtype=torch.float32 if symmetric else x.dtype, device=x.device) if out is None else out
+    if M == 0:
+        return y
+    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
+    column = w.group_size == -1
+    halves = not column and w.group_size % CHUNK != 0
+    run = _launcher(
+        replace(c, splits=1), device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves, symmetric,
+        pair is not None,
+    )  # fmt: skip
+    row_tiles = -(-M // c.rows)
+    columns = c.columns // (2 if pair else 1)
+    tiles = row_tiles * -(-w.Np // columns)
+    a = _Arguments()
+    p = a.p
+    p.x, p.y, p.ldx = x.data_ptr(), y.data_ptr(), x.stride(0)
+    p.M, p.N, p.K = M, w.N, w.K
+    p.blocks64, p.chunks = w.Np // 64, w.Kp // CHUNK
+    p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
+    p.row_tiles, p.splits = row_tiles, c.splits
+    if c.splits > 1:
+        p.partial = scratch_floats(device, tiles * c.splits * c.rows * c.columns, "partial").data_ptr()
+        p.arrived = scratch_counters(device, tiles).data_ptr()
+    _fill(a.w, w, bias)
+    if pair is not None:
+        _fill(a.w2, *pair)
+    run(a, tiles * c.splits)
+    return y
+
+
+def _fill(a: _Weight, w: MarlinWeight, bias: Tensor | None) -> None:
+    a.B, a.S, a.delta = w.B.data_ptr(), w.S.data_ptr(), w.delta.data_ptr()
+    a.bias = None if bias is None else bias.data_ptr()

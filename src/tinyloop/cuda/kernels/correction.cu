@@ -1,0 +1,75 @@
+// The correction pair: what a symmetric product (q − 8)·scale leaves out of an asymmetric weight is free of k inside a
+// group, so it is a small product of its own,
+//
+//     y[m, n] = c[m, n] + Σ_g a_sum[m, g] · δ[g, n]        a_sum[m, g] = Σ_{k in g} x[m, k]
+//
+//     x [M, K] ──a_group_sum──► a_sum [M, K/G] fp32 ─┐
+//     c [M, N] fp32, the symmetric product ──────────┴─correction_accum──► y [M, N], rounded once
+//
+// Everything between is fp32: in fp16 a_sum overflows from |x| = 512 on, and c and the correction can be huge and of
+// opposite sign.
+
+#ifndef COLUMN
+#define COLUMN 0  // δ is permuted as per-column parameters are
+#endif
+
+constexpr int SUM_THREADS = 128, ROWS = 8;
+
+struct Sums {
+    const u16* x;  // [M][ldx], any alignment
+    float* a_sum;  // [M][groups]
+    i64 ldx;
+    int K, group_size, groups;
+};
+
+// One block per (m, g): each thread sums its share in order, then a tree.
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) a_group_sum(const Sums p) {
+    __shared__ float partial[SUM_THREADS / 32];
+    const i64 m = blockIdx.x / p.groups;
+    const int g = blockIdx.x % p.groups, end = min(p.K, (g + 1) * p.group_size);
+    float sum = 0.f;
+    for (int k = g * p.group_size + threadIdx.x; k < end; k += SUM_THREADS) sum += f32_of(p.x[m * p.ldx + k]);
+#pragma unroll
+    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) p.a_sum[blockIdx.x] = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+}
+
+struct Correction {
+    const float* c;      // [M][N]
+    const float* a_sum;  // [M][groups]
+    const float* delta;  // [groups][padded N], permuted
+    const u16* bias;     // [N], or null
+    u16* y;              // [M][N]
+    int M, N, groups, padded;
+};
+
+// Where column n stands in δ's order.
+DEVICE int permuted(int n) {
+    const int a = n >> 3, r = n & 7;
+    if (COLUMN) return (n & ~31) + (r >> 1) * 8 + (a & 3) * 2 + (r & 1);
+    return (n & ~63) + r * 8 + (a & 7);
+}
+
+// One thread per column and eight rows, so that δ is read once for eight.
+extern "C" __global__ void __launch_bounds__(128) correction_accum(const Correction p) {
+    const int columns = (p.N + 127) / 128, n = blockIdx.x % columns * 128 + threadIdx.x;
+    const i64 m0 = (i64)(blockIdx.x / columns) * ROWS;
+    if (n >= p.N) return;
+    const int rows = (int)min(p.M - m0, (i64)ROWS);
+    const float* delta = p.delta + permuted(n);
+    float sum[ROWS] = {};
+    for (int g = 0; g < p.groups; g++, delta += p.padded) {
+        const float d = *delta;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            if (i < rows) sum[i] = fmaf(p.a_sum[(m0 + i) * p.groups + g], d, sum[i]);
+    }
+    const float bias = p.bias ? f32_of(p.bias[n]) : 0.f;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const i64 at = (m0 + i) * p.N + n;
+        if (i < rows) p.y[at] = round16(p.c[at] + sum[i] + bias);
+    }
+}

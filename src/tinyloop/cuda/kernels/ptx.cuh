@@ -1,0 +1,128 @@
+// The words that the kernels are written in: one function per PTX instruction, nothing else. Prepended to every kernel
+// file before it is compiled, so that no file includes anything. BF16 (0 or 1) chooses the 16-bit type.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifndef BF16
+#define BF16 0
+#endif
+
+#define DEVICE __device__ __forceinline__
+
+// ---- numbers ---------------------------------------------------------------------------------------------------
+
+DEVICE float f32_of_half(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+DEVICE float f32_of(u16 v) {  // the kernel's 16-bit type
+#if BF16
+    return __uint_as_float((u32)v << 16);
+#else
+    return f32_of_half(v);
+#endif
+}
+
+DEVICE u32 pack2(float low, float high) {  // two floats, each rounded once, in one word
+    u32 d;
+#if BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#endif
+    return d;
+}
+
+DEVICE u16 round16(float v) { return (u16)pack2(v, 0.f); }
+
+template <u32 MASK, u32 MAGIC> DEVICE u32 and_or(u32 w) {  // (w & MASK) | MAGIC, one LOP3
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "n"(MASK), "n"(MAGIC));
+    return d;
+}
+
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+    u32 d;
+#if BF16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+    return d;
+}
+
+// ---- shared memory and asynchronous copies ---------------------------------------------------------------------
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Sixteen bytes to shared memory, of which the first `bytes` are read and the rest are zeros.
+DEVICE void copy_async(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void copy_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+DEVICE uint4 load_shared16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+DEVICE u16 load_shared2(u32 at) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+
+DEVICE float load_shared4(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+
+DEVICE void load_matrices(u32 (&d)[4], u32 at) {  // four 8×8 matrices of 16-bit values, a row address per lane
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+DEVICE void load_matrices(u32 (&d)[2], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(at) : "memory");
+}
+
+// All threads of a team of THREADS wait for each other. Barrier 0 is __syncthreads, so teams take 1, 2, …
+template <int THREADS> DEVICE void team_sync(int team) {
+    if (THREADS == 32)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(THREADS) : "memory");
+}
+
+// ---- tensor cores ----------------------------------------------------------------------------------------------
+
+// d += a · b on one warp: a 16×16, b 16×8, d 16×8 in fp32. Lane ℓ, with r = ℓ/4 and t = ℓ%4, holds
+//   a[0] (r, 2t..2t+1)   a[1] (r+8, 2t..)   a[2] (r, 2t+8..)   a[3] (r+8, 2t+8..)
+//   b[0] (2t..2t+1, r)   b[1] (2t+8.., r)
+//   d[0], d[1] (r, 2t..2t+1)                d[2], d[3] (r+8, 2t..2t+1)
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BF16
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

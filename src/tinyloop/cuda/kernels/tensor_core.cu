@@ -1,0 +1,445 @@
+// y[M, N] = x[M, K] @ W on tensor cores, W from 4-bit codes in the device format, for capability 8.0 and later.
+//
+// The idea. The product is computed as yᵀ = Wᵀ xᵀ, because one 32-bit word of the device format is, without a shuffle,
+// one lane's share of a 16×16 fragment of Wᵀ, and because rows of x then come in eights: one row costs what eight do.
+//
+//             64 columns of a warp                       a lane's sixteen bytes (words j = 0..3)
+//            ┌────┬────┬────┬────┐                        word j, nibble    7 6 5 4 3 2 1 0
+//   16 k  →  │ j=0│ j=1│ j=2│ j=3│  one 16-byte load      column 16j + r    . . x x . . x x
+//            └────┴────┴────┴────┘  per lane              column 16j+8+r    x x . . x x . .
+//                                                         k (r = ℓ/4, t = ℓ%4): 2t, 2t+8 low, 2t+1, 2t+9 high
+//
+//   HBM ──cp.async──► stages in shared memory ──► registers ──lop3──► fragment of Wᵀ ─┐
+//         x rows, words, scale and δ of a 64-k chunk     ──ldmatrix──► fragment of xᵀ ─┴─ mma ──► fp32
+//
+// A block computes BM rows × BN columns over a slice of K. Its warps form WK teams of WM × WN warps; teams divide the
+// slice of K, the warps of a team divide rows and columns and share the stages. At the end teams are summed in shared
+// memory, then slices in global memory by the block that finishes last, always in the same order: repeats are bitwise
+// equal, and nothing is rounded to 16 bits before the one final cast.
+//
+// Two ways with scale and zero point, W = (q − 8)·scale + δ:
+//   fold    (DECODE 0)  fragments are the exact integers q − 8. After each group  acc += scale·part + δ·Σx,  with Σx from
+//                       one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of accumulators,
+//                       so few rows only.
+//   decode  (DECODE 1)  fragments are W itself, computed in fp32 and rounded once to 16 bits, as a dequantised weight
+//                       would be. Seven instructions for two weights, hidden behind the mma of 64 rows.
+// With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
+//
+// PAIR computes silu(x @ W) · (x @ W2): odd warps of a team along N work on W2, and the epilogue combines.
+
+#ifndef MT
+#define MT 1      // tiles of eight rows per warp
+#define WM 1      // warps along the rows
+#define WN 1      // warps along the columns, 64 columns each
+#define WK 4      // teams along K
+#define STAGES 4
+#define DECODE 0
+#define SYMMETRIC 0
+#define SCALE32 0  // scales are fp32, where fp16 would lose bits
+#define COLUMN 0   // one group over K, whose parameters are permuted as per-column ones
+#define HALVES 0   // groups begin at multiples of 32, not of 64: parameters twice per chunk
+#define PAIR 0
+#endif
+
+constexpr int CHUNK = 64;  // k per stage
+constexpr int UNITS = HALVES ? 2 : 1, UNIT_STEPS = CHUNK / 16 / UNITS;
+constexpr int BM = WM * MT * 8, BN = WN * 64, TEAM = WM * WN * 32, THREADS = TEAM * WK;
+constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = WN * CHUNK * 32;
+constexpr int SCALE_BYTES = SCALE32 ? 256 : 128, PARAM_BYTES = SCALE_BYTES + (SYMMETRIC ? 0 : 256);  // of 64 columns
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES + WN * UNITS * PARAM_BYTES;
+constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writes free of bank conflicts
+
+// The tiles leave through the memory of the stages, in as many passes as that takes.
+__device__ constexpr int passes(int n) { return BM / n * TILE_STRIDE * 4 <= STAGES * STAGE_BYTES ? n : passes(2 * n); }
+constexpr int PASSES = passes(1);
+static_assert(PASSES <= MT, "the stages are too small for the tile of one row of fragments");
+
+struct Weight {
+    const uint4* B;      // [K/16][N/64][32 lanes]
+    const u8* S;         // [groups][N] fp16 or fp32, permuted
+    const float* delta;  // [groups][N], permuted alike
+    const u16* bias;     // [N], or null
+};
+
+struct Problem {
+    const u16* x;       // [M][ldx], sixteen-byte aligned rows
+    void* y;            // [M][N], 16-bit; fp32 where SYMMETRIC
+    float* partial;     // [tiles][splits][BM][BN], unused with one split
+    u32* arrived;       // [tiles], zero between launches
+    i64 ldx;
+    int M, N, K;        // as the caller knows them: B, S and delta are padded
+    int blocks64;       // 64-column blocks of B
+    int chunks;         // of B's K
+    int units_per_group;
+    int row_tiles, splits;
+};
+
+struct Arguments {
+    Problem p;
+    Weight w, w2;  // w2 in a PAIR only
+};
+
+struct Params {  // of the eight columns of a lane, i ↔ column 8i + r of the 64
+    float scale[8], delta[8];
+};
+
+DEVICE float silu(float v) { return v / (1.f + __expf(-v)); }
+
+// Byte offset of lane-column i within a run of 64 parameters of SIZE bytes.
+template <int SIZE> DEVICE u32 param_offset(int r, int i) {
+    if (COLUMN) return ((i >> 2) * 32 + (r >> 1) * 8 + (i & 3) * 2 + (r & 1)) * SIZE;
+    return (r * 8 + i) * SIZE;
+}
+
+DEVICE void load_params(Params& p, u32 at, int r) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#if SCALE32
+        p.scale[i] = load_shared4(at + param_offset<4>(r, i));
+#else
+        p.scale[i] = f32_of_half(load_shared2(at + param_offset<2>(r, i)));
+#endif
+        p.delta[i] = SYMMETRIC ? 0.f : load_shared4(at + SCALE_BYTES + param_offset<4>(r, i));
+    }
+}
+
+// Eight codes of a word as the exact integers q − 8.
+DEVICE void integers(u32 (&a)[4], u32 w) {
+#if BF16
+    a[0] = fma2(and_or<0x000f000f, 0x43004300>(w), 0x3f803f80, 0xc308c308);  // 128 + q − 136
+    a[2] = fma2(and_or<0x000f000f, 0x43004300>(w >> 4), 0x3f803f80, 0xc308c308);
+    a[1] = fma2(and_or<0x000f000f, 0x43004300>(w >> 8), 0x3f803f80, 0xc308c308);
+    a[3] = fma2(and_or<0x000f000f, 0x43004300>(w >> 12), 0x3f803f80, 0xc308c308);
+#else
+    u32 v = w >> 8;
+    a[0] = fma2(and_or<0x000f000f, 0x64006400>(w), 0x3c003c00, 0xe408e408);  // 1024 + q − 1032
+    a[2] = fma2(and_or<0x00f000f0, 0x54005400>(w), 0x3c003c00, 0xd480d480);  // 64 + q − 72
+    a[1] = fma2(and_or<0x000f000f, 0x64006400>(v), 0x3c003c00, 0xe408e408);
+    a[3] = fma2(and_or<0x00f000f0, 0x54005400>(v), 0x3c003c00, 0xd480d480);
+#endif
+}
+
+// W of two codes: `low` and `high` carry them in bits 19–22 of 1.0, so each float is 1 + q/16.
+DEVICE u32 weights2(u32 low, u32 high, float step, float base) {
+    float a = __uint_as_float(and_or<0x00780000, 0x3f800000>(low));
+    float b = __uint_as_float(and_or<0x00780000, 0x3f800000>(high));
+    return pack2(fmaf(a, step, base), fmaf(b, step, base));
+}
+
+// Eight codes of a word as W = (1 + q/16)·16·scale + (δ − 24·scale).
+DEVICE void weights(u32 (&a)[4], u32 w, const float (&step)[8], const float (&base)[8], int j) {
+    a[0] = weights2(w << 19, w << 3, step[2 * j], base[2 * j]);
+    a[2] = weights2(w << 15, w >> 1, step[2 * j], base[2 * j]);
+    a[1] = weights2(w << 11, w >> 5, step[2 * j + 1], base[2 * j + 1]);
+    a[3] = weights2(w << 7, w >> 9, step[2 * j + 1], base[2 * j + 1]);
+}
+
+// Rows of x in a stage are 128 bytes, their sixteen-byte units swapped so that reads down a column meet no bank twice.
+DEVICE u32 x_offset(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+
+// What a thread copies of each chunk: pieces of sixteen bytes of x, of the words, and of scale and δ. All pointers run
+// along K; a piece's place in its stage never changes.
+struct Loader {
+    static constexpr int X_PIECES = (BM * 8 + TEAM - 1) / TEAM, W_PIECES = 4 / WM, ROW_STEP = TEAM / 8;
+    static constexpr int SCALE_PIECES = SCALE_BYTES / 16, PARAM_PIECES = PARAM_BYTES / 16;
+
+    const u16* x;
+    const uint4* words;
+    const u8* params;
+    i64 x_step, w_step, param_step;  // from piece to piece, from step to step, from group to group
+    int k_left, units_left;          // of K for this thread's column of x; of units in the group
+    int units_per_group, rows;       // rows: how many of this thread's pieces of x are rows of x
+    u32 x_to, w_to, param_to;
+    bool in_weight, in_params;       // whether this thread's columns exist; whether it copies parameters
+
+    DEVICE Loader(const Problem& p, const Weight& w, i64 row0, int block64, int wm, int wn, int lane, int chunk) {
+        const int thread = (wm * WN + wn) * 32 + lane, row = thread >> 3, unit = thread & 7;
+        x_step = p.ldx * ROW_STEP;
+        x = p.x + (row0 + row) * p.ldx + chunk * CHUNK + unit * 8;
+        k_left = p.K - chunk * CHUNK - unit * 8;
+        rows = (int)max(min(p.M - row0 - row + ROW_STEP - 1, (i64)BM), 0ll) / ROW_STEP;
+        x_to = x_offset(row, unit);
+
+        in_weight = block64 < p.blocks64;
+        w_step = (i64)p.blocks64 * 32;
+        words = w.B + ((i64)(chunk * 4 + wm * W_PIECES) * p.blocks64 + block64) * 32 + lane;
+        w_to = X_BYTES + ((wn * 4 + wm * W_PIECES) * 32 + lane) * 16;
+
+        const bool scale = lane < SCALE_PIECES;
+        const int unit0 = chunk * UNITS, group = unit0 / p.units_per_group;
+        units_per_group = p.units_per_group;
+        units_left = units_per_group - unit0 % units_per_group;
+        param_step = (i64)p.blocks64 * (scale ? SCALE_BYTES : 256);
+        params = (scale ? w.S + lane * 16 : (const u8*)w.delta + (lane - SCALE_PIECES) * 16) + group * param_step +
+                 (i64)block64 * (scale ? SCALE_BYTES : 256);
+        param_to = X_BYTES + W_BYTES + wn * UNITS * PARAM_BYTES + lane * 16;
+        in_params = in_weight && wm == 0 && lane < PARAM_PIECES;
+    }
+
+    DEVICE void operator()(u32 stage) {
+        const int bytes = min(max(k_left * 2, 0), 16);
+#pragma unroll
+        for (int i = 0; i < X_PIECES; i++) {
+            if (BM * 8 % TEAM && (x_to >> 7) + i * ROW_STEP >= BM) break;
+            const int row = i * ROW_STEP;  // a multiple of 8, which leaves the swizzle, or of 4, which flips a bit
+            copy_async(stage + ((x_to + row * 128) ^ ((row & 7) << 4)), x + i * x_step, i < rows ? bytes : 0);
+        }
+        x += CHUNK;
+        k_left -= CHUNK;
+        if (in_weight) {
+#pragma unroll
+            for (int i = 0; i < W_PIECES; i++) copy_async(stage + w_to + i * 512, words + i * w_step);
+        }
+        words += 4 * w_step;
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            if (in_params) copy_async(stage + param_to + u * PARAM_BYTES, params);
+            if (--units_left == 0) params += param_step, units_left = units_per_group;
+        }
+    }
+};
+
+struct Place {  // of a warp within its block
+    int team, wm, wn, lane;
+};
+
+template <int TILES> DEVICE void load_x(u32 (&x)[TILES][2], u32 stage, int row, int step, int lane) {
+    if constexpr (TILES == 1) {
+        u32 at = stage + x_offset(row + (lane & 7), step * 2 + ((lane >> 3) & 1));
+        load_matrices(x[0], at);
+    } else {
+#pragma unroll
+        for (int i = 0; i < TILES; i += 2) {
+            u32 d[4];
+            int matrix = lane >> 3;
+            load_matrices(d, stage + x_offset(row + (i + (matrix >> 1)) * 8 + (lane & 7), step * 2 + (matrix & 1)));
+            x[i][0] = d[0], x[i][1] = d[1], x[i + 1][0] = d[2], x[i + 1][1] = d[3];
+        }
+    }
+}
+
+// acc += scale·part + δ·Σx, and both sums begin anew.
+DEVICE void fold(float (&acc)[4][MT][4], float (&part)[4][MT][4], float (&sum)[MT][4], const Params& g) {
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                int column = 2 * j + (c >> 1);
+                if (!SYMMETRIC) acc[j][i][c] = fmaf(g.delta[column], sum[i][c & 1], acc[j][i][c]);
+                acc[j][i][c] = fmaf(g.scale[column], part[j][i][c], acc[j][i][c]);
+                part[j][i][c] = 0.f;
+            }
+        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+    }
+}
+
+// The chunks of one team, from `first` on, into acc.
+DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load, u32 memory, Place at, int first, int chunks) {
+    const int lane = at.lane, r = lane >> 2;
+#if !DECODE
+    float part[4][MT][4] = {}, sum[MT][4] = {};
+    const u32 one = BF16 ? 0x3f803f80 : 0x3c003c00;
+    const u32 ones[4] = {one, one, one, one};
+    int units_left = p.units_per_group - first * UNITS % p.units_per_group;
+#endif
+    const u32 end = memory + STAGES * STAGE_BYTES;
+    u32 stage = memory, ahead = memory;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < chunks) load(ahead);
+        commit_copies();
+        ahead += STAGE_BYTES;
+    }
+    while (chunks > 0) {
+        wait_copies<STAGES - 2>();
+        team_sync<TEAM>(at.team);  // the chunk is here for all, and all are done with the one before
+        if (chunks >= STAGES) load(ahead);
+        commit_copies();
+        ahead = ahead + STAGE_BYTES == end ? memory : ahead + STAGE_BYTES;
+        chunks--;
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            const u32 params = stage + X_BYTES + W_BYTES + (at.wn * UNITS + u) * PARAM_BYTES;
+#if DECODE
+            Params g;
+            load_params(g, params, r);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                g.delta[i] = fmaf(-24.f, g.scale[i], g.delta[i]);
+                g.scale[i] *= 16.f;
+            }
+#endif
+#pragma unroll
+            for (int step = u * UNIT_STEPS; step < (u + 1) * UNIT_STEPS; step++) {
+                const uint4 words = load_shared16(stage + X_BYTES + ((at.wn * 4 + step) * 32 + lane) * 16);
+                const u32 word[4] = {words.x, words.y, words.z, words.w};
+                u32 x[MT][2];
+                load_x(x, stage, at.wm * MT * 8, step, lane);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    u32 a[4];
+#if DECODE
+                    weights(a, word[j], g.scale, g.delta, j);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) mma(acc[j][i], a, x[i][0], x[i][1]);
+#else
+                    integers(a, word[j]);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) mma(part[j][i], a, x[i][0], x[i][1]);
+#endif
+                }
+#if !DECODE && !SYMMETRIC
+#pragma unroll
+                for (int i = 0; i < MT; i++) mma(sum[i], ones, x[i][0], x[i][1]);
+#endif
+            }
+#if !DECODE
+            if (--units_left == 0 || (chunks == 0 && u == UNITS - 1)) {
+                Params g;
+                load_params(g, params, r);
+                fold(acc, part, sum, g);
+                units_left = p.units_per_group;
+            }
+#endif
+        }
+        stage = stage + STAGE_BYTES == end ? memory : stage + STAGE_BYTES;
+    }
+    wait_copies<0>();
+}
+
+// Four neighbouring outputs of one row. In a PAIR, v is of W and v2 of W2.
+DEVICE void store4(const Problem& p, const u16* bias, const u16* bias2, i64 m, int n, float (&v)[4], const float (&v2)[4]) {
+    const i64 at = m * p.N + n;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        if (bias && n + c < p.N) v[c] += f32_of(bias[n + c]);
+#if PAIR
+        v[c] = silu(v[c]) * (bias2 && n + c < p.N ? v2[c] + f32_of(bias2[n + c]) : v2[c]);
+#endif
+    }
+    if (!SYMMETRIC && p.N % 4 == 0) {
+        if (n < p.N) *(uint2*)((u16*)p.y + at) = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
+        return;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        if (n + c >= p.N) continue;
+        if (SYMMETRIC)
+            ((float*)p.y)[at + c] = v[c];
+        else
+            ((u16*)p.y)[at + c] = round16(v[c]);
+    }
+}
+
+// Column of the output for column c of the block's tile.
+DEVICE int output_column(int block, int c) {
+    return PAIR ? block * (BN / 2) + (c >> 7) * 64 + (c & 63) : block * BN + c;
+}
+
+// The last block of a tile adds the slices in their order.
+DEVICE bool last_to_arrive(const Problem& p, int tile) {
+    __shared__ int before;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) before = (int)atomicAdd(p.arrived + tile, 1);
+    __syncthreads();
+    if (before != p.splits - 1) return false;
+    __threadfence();
+    if (threadIdx.x == 0) p.arrived[tile] = 0;  // ready for the next launch
+    return true;
+}
+
+DEVICE void add4(float (&v)[4], float4 t) { v[0] += t.x, v[1] += t.y, v[2] += t.z, v[3] += t.w; }
+
+// Rows of a pass: those of MT/PASSES tiles of every warp.
+DEVICE int row_of(int pass, int m) {
+    constexpr int ROWS = MT / PASSES * 8;  // per warp
+    return m / ROWS * (MT * 8) + pass * ROWS + m % ROWS;
+}
+
+// f(m, c) for each row of a run and each quad of columns that is one of the output's.
+template <typename F> DEVICE void for_quads(int rows, bool pairs, F f) {
+    const int quads = pairs ? BN / 8 : BN / 4;
+    for (int i = threadIdx.x; i < rows * quads; i += THREADS) {
+        const int q = i % quads * 4;
+        f(i / quads, pairs ? (q >> 6) * 128 + (q & 63) : q);  // in a PAIR, columns of W and W2 alternate by 64
+    }
+}
+
+// Sum the teams' tiles [WK][BM/PASSES][TILE_STRIDE]; write outputs, or this slice's partial sums.
+DEVICE void finish_pass(const Problem& p, const u16* bias, const u16* bias2, const float* tiles, float* partial, int pass,
+                        int block, i64 row0) {
+    auto sum = [&](int m, int c, float (&v)[4]) {
+        for (int k = 0; k < WK; k++) add4(v, *(const float4*)(tiles + (k * (BM / PASSES) + m) * TILE_STRIDE + c));
+    };
+    for_quads(BM / PASSES, PAIR && p.splits == 1, [&](int m, int c) {
+        const int row = row_of(pass, m);
+        if (row0 + row >= p.M) return;
+        float v[4] = {}, v2[4] = {};
+        sum(m, c, v);
+        if (p.splits > 1) {
+            __stcg((float4*)(partial + row * BN + c), make_float4(v[0], v[1], v[2], v[3]));
+            return;
+        }
+        if (PAIR) sum(m, c + 64, v2);
+        store4(p, bias, bias2, row0 + row, output_column(block, c), v, v2);
+    });
+}
+
+// Sum the slices' partial sums [splits][BM][BN] and write outputs.
+DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, const float* partials, int block, i64 row0) {
+    auto sum = [&](int m, int c, float (&v)[4]) {
+        for (int s = 0; s < p.splits; s++) add4(v, __ldcg((const float4*)(partials + ((i64)s * BM + m) * BN + c)));
+    };
+    for_quads(BM, PAIR, [&](int m, int c) {
+        if (row0 + m >= p.M) return;
+        float v[4] = {}, v2[4] = {};
+        sum(m, c, v);
+        if (PAIR) sum(m, c + 64, v2);
+        store4(p, bias, bias2, row0 + m, output_column(block, c), v, v2);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) tensor_core(const __grid_constant__ Arguments arguments) {
+    const Problem& p = arguments.p;
+    extern __shared__ __align__(128) u8 memory[];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const Place at{warp / (WM * WN), warp % (WM * WN) / WN, warp % WN, lane};
+    // Blocks run over slices of K first, then row tiles, then columns: neighbours share words or x in the L2 cache.
+    const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits;
+    const i64 row0 = (i64)(tile % p.row_tiles) * BM;
+    const int block = tile / p.row_tiles;
+    const int block64 = PAIR ? block * (WN / 2) + at.wn / 2 : block * WN + at.wn;
+    const int slice0 = (i64)p.chunks * split / p.splits, slice = (i64)p.chunks * (split + 1) / p.splits - slice0;
+    const int first = slice0 + slice * at.team / WK, chunks = slice0 + slice * (at.team + 1) / WK - first;
+
+    float acc[4][MT][4] = {};
+    const bool second = PAIR && (at.wn & 1);
+    const Weight w{second ? arguments.w2.B : arguments.w.B, second ? arguments.w2.S : arguments.w.S,
+                   second ? arguments.w2.delta : arguments.w.delta, nullptr};
+    Loader load(p, w, row0, block64, at.wm, at.wn, lane, first);
+    team_product(acc, p, load, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
+
+    float* tiles = (float*)memory;
+    float* partials = p.partial + (i64)tile * p.splits * BM * BN;
+    const int r = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        __syncthreads();  // the stages, or the tiles of the last pass, are free
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int i = 0; i < MT / PASSES; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const int m = (at.wm * (MT / PASSES) + i) * 8 + 2 * t + (c & 1), n = at.wn * 64 + j * 16 + r + (c >> 1) * 8;
+                    tiles[(at.team * (BM / PASSES) + m) * TILE_STRIDE + n] = acc[j][pass * (MT / PASSES) + i][c];
+                }
+        __syncthreads();
+        finish_pass(p, arguments.w.bias, arguments.w2.bias, tiles, partials + (i64)split * BM * BN, pass, block, row0);
+    }
+    if (p.splits > 1 && last_to_arrive(p, tile))
+        finish_slices(p, arguments.w.bias, arguments.w2.bias, partials, block, row0);
+}

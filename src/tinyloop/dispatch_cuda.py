@@ -1,0 +1,111 @@
+"""Which kernel computes a product on a GPU, and why not the others: the rows that `dispatch.plan` walks for a `Chip`.
+
+    fp16_cache ─▶ tensor_core ─▶ unpack_dense ─▶ cross_iter ─▶ dense ─▶ native       the first that does not refuse
+
+`tensor_core` and `unpack_dense` are one path, the INT4 one, on the device format: below `dense_rows` the codes are
+decoded into the tensor cores; above, where arithmetic decides, they are decoded once into a dense copy that lives for
+this call. `native` is right for every problem and fast for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .cuda.config import Chip
+
+if TYPE_CHECKING:
+    from .dispatch import Problem
+
+FIRST_CAPABILITY = (8, 0)  # cp.async, and mma.sync of 16×8×16
+NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
+_DENSE_ROWS_HOPPER, _DENSE_ROWS = 192, 1024
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    name: str
+    about: str
+    refuses: Callable[[Problem, Chip], str | None]
+
+
+def dense_rows(on: Chip) -> int:
+    """Rows from which a dense copy made for the call is faster than decoding into `mma.sync`. Measured on Hopper,
+    whose dense products use `wgmma`; elsewhere an estimate from arithmetic rates and bandwidth."""
+    return _DENSE_ROWS_HOPPER if on.capability == (9, 0) else _DENSE_ROWS
+
+
+def int4_refusal(p: Problem, on: Chip) -> str | None:
+    """Why the INT4 tensor-core path cannot serve a problem, whatever M is; None where it can."""
+    if p.bits != 4:
+        return f"the weight has {p.bits} bits"
+    if p.exact:
+        return "exact_int4 asks for fp32 arithmetic, tensor cores take 16-bit factors"
+    if not p.marlin:
+        return "dispatch to it is switched off (TINYLOOP_USE_MARLIN=0 or set_marlin_dispatch(False))"
+    if on.capability < FIRST_CAPABILITY:
+        have, need = _dotted(on.capability), _dotted(FIRST_CAPABILITY)
+        return f"{on.name} has compute capability {have}; tensor-core INT4 needs {need}"
+    if on.missing:
+        return on.missing
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"activations are {str(p.dtype).removeprefix('torch.')}; tensor cores take float16 or bfloat16"
+    if p.iteration is not None and p.channel is not None:
+        return "this loop iteration rounds on its own, and the device format holds the stored codes"
+    return p.unpackable
+
+
+def _fp16_cache(p: Problem, on: Chip) -> str | None:
+    if not p.cached:
+        return "no dense copy is kept"
+    if p.exact and p.dtype != torch.float32:
+        return "exact_int4 asks for fp32 arithmetic"
+    if p.iteration is not None and p.channel is not None:
+        return "this loop iteration rounds on its own, and the copy is of the stored codes"
+    return None
+
+
+def _tensor_core(p: Problem, on: Chip) -> str | None:
+    if reason := int4_refusal(p, on):
+        return reason
+    if p.M > (limit := dense_rows(on)):
+        return f"M={p.M} > {limit}: arithmetic decides, and a dense copy for this call has more of it"
+    return None
+
+
+def _cross_iter(p: Problem, on: Chip) -> str | None:
+    if p.channel is None:
+        return "the weight has no channel (frac4 or sign_bit)"
+    if p.iteration is None:
+        return "no iteration's rounding is asked for: TINYLOOP_CROSS_ITER_ROUND is not 1, or nothing loops"
+    return on.missing
+
+
+def _dense(p: Problem, on: Chip) -> str | None:
+    if p.exact and p.dtype != torch.float32:
+        return "exact_int4 asks for fp32 arithmetic"
+    if p.M <= NATIVE_ROWS and not on.missing and p.bits in (4, 8):
+        return f"M={p.M} ≤ {NATIVE_ROWS}: one thread per output is faster than dequantising the whole weight"
+    return None
+
+
+def _native(p: Problem, on: Chip) -> str | None:
+    return on.missing
+
+
+CUDA_KERNELS = (
+    CudaKernel("fp16_cache", "dense product on a dequantised copy that is kept", _fp16_cache),
+    CudaKernel("tensor_core", "INT4 codes decoded into tensor cores, δ on the way", _tensor_core),
+    CudaKernel("unpack_dense", "device format decoded once for this call, then the dense product", int4_refusal),
+    CudaKernel("cross_iter", "product on the loop iteration's own rounding", _cross_iter),
+    CudaKernel("dense", "dense product on a dequantised copy made for this call", _dense),
+    CudaKernel("native", "one thread per output, fp32 throughout: any shape, any dtype", _native),
+    CudaKernel("slabs", "torch, dequantised slab by slab: needs no kernel of ours", lambda p, on: None),
+)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
