@@ -37,11 +37,15 @@ def missing() -> str | None:
     return None
 
 
+HEADERS = {"tensor_core": ("ptx.cuh", "weight.cuh"), "hopper": ("ptx.cuh", "weight.cuh")}
+
+
 @functools.cache
 def source(name: str) -> str:
-    """The text that is compiled for `kernels/{name}.cu`."""
+    """The text that is compiled for `kernels/{name}.cu`: what it builds on, then itself."""
     folder = resources.files(__package__) / "kernels"
-    return "\n".join((folder / f).read_text(encoding="utf-8") for f in ("ptx.cuh", f"{name}.cu"))
+    files = (*HEADERS.get(name, ("ptx.cuh",)), f"{name}.cu")
+    return "\n".join((folder / f).read_text(encoding="utf-8") for f in files)
 
 
 def arch(capability: tuple[int, int]) -> str:

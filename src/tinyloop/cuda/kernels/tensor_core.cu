@@ -34,18 +34,12 @@
 #define WK 4      // teams along K
 #define STAGES 4
 #define DECODE 0
-#define SYMMETRIC 0
-#define SCALE32 0  // scales are fp32, where fp16 would lose bits
-#define COLUMN 0   // one group over K, whose parameters are permuted as per-column ones
-#define HALVES 0   // groups begin at multiples of 32, not of 64: parameters twice per chunk
 #define PAIR 0
 #endif
 
-constexpr int CHUNK = 64;  // k per stage
-constexpr int UNITS = HALVES ? 2 : 1, UNIT_STEPS = CHUNK / 16 / UNITS;
 constexpr int BM = WM * MT * 8, BN = WN * 64, TEAM = WM * WN * 32, THREADS = TEAM * WK;
 constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = WN * CHUNK * 32;
-constexpr int SCALE_BYTES = SCALE32 ? 256 : 128, PARAM_BYTES = SCALE_BYTES + (SYMMETRIC ? 0 : 256);  // of 64 columns
+constexpr int PARAM_BYTES = SCALE_BYTES + DELTA_BYTES;  // of 64 columns
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES + WN * UNITS * PARAM_BYTES;
 constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writes free of bank conflicts
 
@@ -53,13 +47,6 @@ constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writ
 __device__ constexpr int passes(int n) { return BM / n * TILE_STRIDE * 4 <= STAGES * STAGE_BYTES ? n : passes(2 * n); }
 constexpr int PASSES = passes(1);
 static_assert(PASSES <= MT, "the stages are too small for the tile of one row of fragments");
-
-struct Weight {
-    const uint4* B;      // [K/16][N/64][32 lanes]
-    const u8* S;         // [groups][N] fp16 or fp32, permuted
-    const float* delta;  // [groups][N], permuted alike
-    const u16* bias;     // [N], or null
-};
 
 struct Problem {
     const u16* x;       // [M][ldx], sixteen-byte aligned rows
@@ -74,34 +61,21 @@ struct Problem {
     int row_tiles, splits;
 };
 
+struct Params {  // of the eight columns of a lane, i ↔ column 8i + r of the 64
+    float scale[8], delta[8];
+};
+
+DEVICE void load_params(Params& p, u32 at, int r) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) p.scale[i] = scale_at(at, r, i), p.delta[i] = delta_at(at + SCALE_BYTES, r, i);
+}
+
 struct Arguments {
     Problem p;
     Weight w, w2;  // w2 in a PAIR only
 };
 
-struct Params {  // of the eight columns of a lane, i ↔ column 8i + r of the 64
-    float scale[8], delta[8];
-};
-
 DEVICE float silu(float v) { return v / (1.f + __expf(-v)); }
-
-// Byte offset of lane-column i within a run of 64 parameters of SIZE bytes.
-template <int SIZE> DEVICE u32 param_offset(int r, int i) {
-    if (COLUMN) return ((i >> 2) * 32 + (r >> 1) * 8 + (i & 3) * 2 + (r & 1)) * SIZE;
-    return (r * 8 + i) * SIZE;
-}
-
-DEVICE void load_params(Params& p, u32 at, int r) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-#if SCALE32
-        p.scale[i] = load_shared4(at + param_offset<4>(r, i));
-#else
-        p.scale[i] = f32_of_half(load_shared2(at + param_offset<2>(r, i)));
-#endif
-        p.delta[i] = SYMMETRIC ? 0.f : load_shared4(at + SCALE_BYTES + param_offset<4>(r, i));
-    }
-}
 
 // Eight codes of a word as the exact integers q − 8.
 DEVICE void integers(u32 (&a)[4], u32 w) {
@@ -117,21 +91,6 @@ DEVICE void integers(u32 (&a)[4], u32 w) {
     a[1] = fma2(and_or<0x000f000f, 0x64006400>(v), 0x3c003c00, 0xe408e408);
     a[3] = fma2(and_or<0x00f000f0, 0x54005400>(v), 0x3c003c00, 0xd480d480);
 #endif
-}
-
-// W of two codes: `low` and `high` carry them in bits 19–22 of 1.0, so each float is 1 + q/16.
-DEVICE u32 weights2(u32 low, u32 high, float step, float base) {
-    float a = __uint_as_float(and_or<0x00780000, 0x3f800000>(low));
-    float b = __uint_as_float(and_or<0x00780000, 0x3f800000>(high));
-    return pack2(fmaf(a, step, base), fmaf(b, step, base));
-}
-
-// Eight codes of a word as W = (1 + q/16)·16·scale + (δ − 24·scale).
-DEVICE void weights(u32 (&a)[4], u32 w, const float (&step)[8], const float (&base)[8], int j) {
-    a[0] = weights2(w << 19, w << 3, step[2 * j], base[2 * j]);
-    a[2] = weights2(w << 15, w >> 1, step[2 * j], base[2 * j]);
-    a[1] = weights2(w << 11, w >> 5, step[2 * j + 1], base[2 * j + 1]);
-    a[3] = weights2(w << 7, w >> 9, step[2 * j + 1], base[2 * j + 1]);
 }
 
 // Rows of x in a stage are 128 bytes, their sixteen-byte units swapped so that reads down a column meet no bank twice.
