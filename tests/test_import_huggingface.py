@@ -300,8 +300,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model_type": "gemma2"}, UnsupportedError, "model_type='gemma2' is not supported; known are llama, mistral"),
     ({"model_type": ...}, UnsupportedError, "model_type=None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, UnsupportedError, "is no causal language model"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedError,
-     r"quantization_config \(method gptq\): quantised folders are not read"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, UnsupportedError, r"own model code, modeling_x\.X"),
     ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act='gelu'; the runtime does 'silu' or 'swish' only"),
     ({"pretraining_tp": 2}, UnsupportedError, "pretraining_tp=2; the runtime does 1 only"),

@@ -67,6 +67,7 @@ def import_(
     \b
     tinyloop import SmolLM2-135M-Instruct.Q4_1.gguf smol.tinyloop
     tinyloop import ~/models/qwen3-0.6b qwen.tinyloop --force
+    tinyloop import ~/models/Llama-3-8B-GPTQ llama.tinyloop
     """
     from . import container
     from .loading import import_model

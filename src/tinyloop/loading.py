@@ -37,7 +37,8 @@ def load(
 
 
 def import_model(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> Checkpoint:
-    """A GGUF file or a Hugging Face folder as a `Checkpoint`, nothing lost; `save` writes it as `.tinyloop`."""
+    """A GGUF file or a Hugging Face folder, dense or of a quantised format that is read, as a `Checkpoint`, nothing
+    lost; `save` writes it as `.tinyloop`."""
     from .importers import import_model as read
 
     return read(path, progress=progress)

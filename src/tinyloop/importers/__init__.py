@@ -69,6 +69,7 @@ _FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Progress | None], 
     (
         _is_huggingface,
         _read_huggingface,
-        "a folder with config.json (llama, mistral, qwen2, qwen3, tinyloop) and fp16, bf16 or fp32 *.safetensors",
+        "a folder with config.json (llama, mistral, qwen2, qwen3, tinyloop) and *.safetensors in fp16, bf16, fp32, "
+        "GPTQ, AWQ, compressed-tensors or MLX of 4 bits",
     ),
 )

@@ -16,12 +16,14 @@ from typing import Any
 from ..config import ModelConfig, Segment
 from ..errors import FormatError, UnsupportedError
 from ..rope import resolve
+from .formats import KEYS
 
 Values = Mapping[str, Any]
 
 _DIMENSIONS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _COMMON = {*_DIMENSIONS, "num_hidden_layers", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
-           "model_type", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}  # fmt: skip
+           "model_type", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+           *KEYS}  # fmt: skip
 _WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 _LOOPS = {"pre_layers", "loop_layers", "coda_layers", "loops"}
 
@@ -107,13 +109,6 @@ def biased(values: Values) -> set[str]:
 
 
 def _model_type(values: Values) -> str:
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if values.get(key):
-            method = values[key].get("quant_method", "unnamed") if isinstance(values[key], dict) else values[key]
-            raise UnsupportedError(
-                f"config.json has {key} (method {method}): quantised folders are not read; give the fp16, bf16 or fp32 "
-                "checkpoint it was made from, or a .gguf file"
-            )
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _MODEL_KEYS:
         raise UnsupportedError(f"model_type={kind!r} is not supported; known are {', '.join(_MODEL_KEYS)}")

@@ -1,9 +1,9 @@
-"""A Hugging Face folder (config.json, *.safetensors, tokenizer.json) → `Checkpoint` of dense weights.
+"""A Hugging Face folder (config.json, *.safetensors, tokenizer.json) → `Checkpoint`.
 
-In: a folder of Llama, Mistral, Qwen2, Qwen3 or TinyLoop's own looped layout in fp16, bf16 or fp32. Out: the same
-numbers under our names. Tensors stay mapped from the files, so that memory stays flat; only q, k and v are copied,
-because they become one weight. The configuration says which tensors there must be; one that is missing, and one that
-is too many, is an error with its name.
+In: a folder of Llama, Mistral, Qwen2, Qwen3 or TinyLoop's own looped layout, in fp16, bf16 or fp32 or in a quantised
+format of formats.py. Out: the same numbers under our names, dense or as codes. Weights are deferred: headers say what
+they are, and each is read when it is asked for. The configuration says which tensors there must be; one that is
+missing, and one that is too many, is an error with its name.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, Deferred
 from ..config import ModelConfig
 from ..errors import FormatError, UnsupportedError
-from ..weight import DenseWeight
+from ..weight import DenseWeight, LinearWeight
+from .formats import open_format
 from .hf_config import biased, model_config
 from .hf_tokenizer import read_json, read_tokenizer
+from .parts import Part, Remarks, on_meta, stackable, stacked, stacked_codes
+from .shards import FLOATS, Shards, open_shards
 
 Tensor = torch.Tensor
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 # Prefix of the decoder and of the head; multimodal wrappers put theirs before or between.
 _PREFIXES = (
@@ -53,83 +52,163 @@ _NORMS = {
 
 
 @dataclass(frozen=True)
-class _Tensors:
-    """The tensors of a folder: where each lies, and a handle on each file. `used` are those that were asked for."""
+class _Source:
+    """A folder that is being read: its tensors, its format and what the configuration says of biases and shapes."""
 
-    folder: Path
-    files: Mapping[str, str]  # tensor → file name
-    handles: Mapping[str, Any]  # file name → safe_open
-    used: set[str]
-
-    def get(self, name: str) -> Tensor:
-        if name not in self.files:
-            raise FormatError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete")
-        self.used.add(name)
-        tensor: Tensor = self.handles[self.files[name]].get_tensor(name)
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise UnsupportedError(
-                f"{self.folder / self.files[name]}: tensor {name} is {tensor.dtype}; read are fp16, bf16 and fp32"
-            )
-        return tensor
+    shards: Shards
+    reader: Callable[[str], Part | None]  # module → its codes, None where it has none
+    codes: str | None  # the tensor of a module that has them
+    biases: set[str]  # last part of the names of linears that must have a bias
+    shapes: Mapping[str, list[int]]  # last part of a name → [N, K]
+    remarks: Remarks
 
 
 def import_huggingface(folder: Path, progress: Callable[[int, int], None] | None = None) -> Checkpoint:
     """The checkpoint in `folder`. Raises FormatError or UnsupportedError naming file, tensor or key."""
     values = read_json(folder / "config.json")
     config, notes = model_config(values)
-    tensors = _open(folder)
-    decoder, head = _prefixes(tensors)
-    if config.tie_word_embeddings and not _tied(tensors, decoder, head):
+    shards, remarks = open_shards(folder), Remarks()
+    found = open_format(folder, values, shards, remarks)
+    reader, codes = (found[1], found[0].codes) if found else (lambda module: None, None)
+    source = _Source(shards, reader, codes, biased(values), _part_shapes(config), remarks)
+    decoder, head = _prefixes(source)
+    if config.tie_word_embeddings and not _tied(source, decoder, head):
         notes.append(
             "config.json ties the head to the embedding, but the file has another head: kept apart, as stored."
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    weights = _weights(config, tensors, (decoder, head), biased(values), progress)
-    norms = {ours: tensors.get(theirs) for ours, theirs in _norm_names(config, decoder).items()}
-    _refuse_leftovers(tensors)
+    weights = _weights(source, _modules(config, decoder, head), progress)
+    norms = {ours: _floats(shards, theirs) for ours, theirs in _norm_names(config, decoder).items()}
+    _refuse_leftovers(shards)
     tokenizer, more = read_tokenizer(folder, values)
-    source = {"format": "huggingface", "file": folder.resolve().name, "model_type": str(values["model_type"])}
-    return Checkpoint(config, weights, norms, tokenizer, source, (*notes, *more))
+    about = {"format": "huggingface", "file": folder.resolve().name, "model_type": str(values["model_type"])}
+    about |= {"quantisation": found[0].name} if found else {}
+    return Checkpoint(config, weights, norms, tokenizer, about, (*notes, *remarks.lines(), *more))
 
 
-def _weights(
-    config: ModelConfig,
-    tensors: _Tensors,
-    prefixes: tuple[str, str],
-    biases: set[str],
-    progress: Callable[[int, int], None] | None,
-) -> dict[str, DenseWeight]:
-    decoder, head = prefixes
+def _modules(config: ModelConfig, decoder: str, head: str) -> dict[str, tuple[str, ...]]:
+    """Our weight → the modules that it is made of."""
     names: dict[str, tuple[str, ...]] = {"embed": (f"{decoder}embed_tokens",)}
     for i in range(config.num_layers):
         names |= {
             f"layers.{i}.{ours}": tuple(f"{decoder}layers.{i}.{name}" for name in theirs)
             for ours, theirs in _LINEARS.items()
         }
-    if not config.tie_word_embeddings:
-        names["head"] = (head.removesuffix("."),)
-    shapes = _part_shapes(config)
-    weights = {}
-    for done, (ours, parts) in enumerate(names.items(), 1):
-        weights[ours] = _linear(tensors, parts, biases, shapes)
+    return names if config.tie_word_embeddings else names | {"head": (head.removesuffix("."),)}
+
+
+def _weights(
+    source: _Source, modules: Mapping[str, tuple[str, ...]], progress: Callable[[int, int], None] | None
+) -> Deferred:
+    outlines: dict[str, LinearWeight] = {}
+    makers: dict[str, Callable[[], LinearWeight]] = {}
+    for done, (ours, theirs) in enumerate(modules.items(), 1):
+        outlines[ours], makers[ours] = _linear(source, theirs)
         if progress:
-            progress(done, len(names))
-    return weights
+            progress(done, len(modules))
+    return Deferred(outlines, lambda name: makers[name]())
 
 
-def _linear(tensors: _Tensors, parts: tuple[str, ...], biases: set[str], shapes: dict[str, list[int]]) -> DenseWeight:
-    """One weight from its parts, stacked along N."""
-    has_bias = [part.rpartition(".")[2] in biases for part in parts]
-    assert all(has_bias) or not any(has_bias)
-    matrices = [tensors.get(f"{part}.weight") for part in parts]
-    offsets = [tensors.get(f"{part}.bias") for part in parts] if all(has_bias) else []
-    for part, matrix in zip(parts, matrices, strict=True):
-        want = shapes.get(part.rpartition(".")[2])
-        if want is not None and list(matrix.shape) != want:
-            raise FormatError(f"tensor {part}.weight has shape {list(matrix.shape)}; the configuration needs {want}")
-    if len(parts) == 1:
-        return DenseWeight(matrices[0], offsets[0] if offsets else None)
-    return DenseWeight(torch.cat(matrices), torch.cat(offsets) if offsets else None)
+def _linear(source: _Source, modules: tuple[str, ...]) -> tuple[LinearWeight, Callable[[], LinearWeight]]:
+    """One weight from its modules, stacked along N: its outline, and what reads it. Modules of which not all have
+    codes, or whose inputs have different orders, become one dense weight of the same values."""
+    parts = [source.reader(module) for module in modules]
+    shapes = [_shape(source, module, part) for module, part in zip(modules, parts, strict=True)]
+    bias = _bias(source, modules, parts, shapes)
+    quantised = [part for part in parts if part is not None]
+    if not quantised:
+        return _dense(source.shards, modules, bias)
+    parameters = [part.parameters() for part in quantised]
+    if len(quantised) < len(parts) or not stackable(quantised, parameters):
+        why = "Not all have codes" if len(quantised) < len(parts) else "Their inputs have different orders"
+        source.remarks.add(f"{why}, so these became one dense weight of the same values", ", ".join(modules))
+        return _mixed(source.shards, modules, parts, shapes, bias)
+
+    def make() -> LinearWeight:
+        p = [part.parameters() for part in quantised]
+        return stacked(quantised, p, stacked_codes(quantised, p[0].perm), bias)
+
+    K, N = quantised[0].K, sum(part.N for part in quantised)
+    unread = torch.empty(-(-K // 2), N, dtype=torch.uint8, device="meta")
+    return on_meta(stacked(quantised, parameters, unread, bias)), make
+
+
+def _shape(source: _Source, module: str, part: Part | None) -> list[int]:
+    """[N, K] of a module, which has codes or numbers, not both and not neither, and the shape that the configuration
+    says."""
+    dense, shards = f"{module}.weight", source.shards
+    if source.codes != "weight":  # MLX has its codes under that name
+        if part is None and source.codes and dense not in shards:
+            raise FormatError(
+                f"{shards.folder}: {module} has no {source.codes}, and no weight either; the checkpoint is incomplete"
+            )
+        if part is not None and dense in shards:
+            raise FormatError(
+                f"{shards.where(dense)} stands beside {module}.{source.codes}; remove the one that is out of date"
+            )
+    shape = list(shards.floats(dense).shape) if part is None else [part.N, part.K]
+    want = source.shapes.get(module.rpartition(".")[2])
+    if want is not None and shape != want:
+        name = dense if part is None else f"{module}.{source.codes}"
+        raise FormatError(f"tensor {name} has shape {shape}; the configuration needs {want}")
+    return shape
+
+
+def _dense(
+    shards: Shards, modules: tuple[str, ...], bias: Tensor | None
+) -> tuple[DenseWeight, Callable[[], DenseWeight]]:
+    names = [f"{module}.weight" for module in modules]
+
+    def joined(tensors: list[Tensor], bias: Tensor | None) -> DenseWeight:
+        return DenseWeight(tensors[0] if len(tensors) == 1 else torch.cat(tensors), bias)
+
+    outline = joined([shards.floats(name) for name in names], None if bias is None else bias.to("meta"))
+    return outline, lambda: joined([shards.get(name) for name in names], bias)
+
+
+def _mixed(
+    shards: Shards, modules: tuple[str, ...], parts: list[Part | None], shapes: list[list[int]], bias: Tensor | None
+) -> tuple[DenseWeight, Callable[[], DenseWeight]]:
+    """fp32, which holds q·scale + zero as `QuantWeight` has it."""
+
+    def values(module: str, part: Part | None) -> Tensor:  # [N, K]
+        if part is None:
+            return shards.get(f"{module}.weight").float()
+        p = part.parameters()
+        return stacked([part], [p], stacked_codes([part], p.perm), None).dequantize().t()
+
+    def make() -> DenseWeight:
+        return DenseWeight(torch.cat([values(m, p) for m, p in zip(modules, parts, strict=True)]), bias)
+
+    unread = torch.empty(sum(N for N, _ in shapes), shapes[0][1], device="meta")
+    return DenseWeight(unread, None if bias is None else bias.to("meta")), make
+
+
+def _bias(
+    source: _Source, modules: tuple[str, ...], parts: list[Part | None], shapes: list[list[int]]
+) -> Tensor | None:
+    """Of all modules; zeros for one that has none beside others that have."""
+    found = [_own_bias(source, *own) for own in zip(modules, parts, shapes, strict=True)]
+    if all(bias is None for bias in found):
+        return None
+    return torch.cat([torch.zeros(N) if bias is None else bias for bias, (N, _) in zip(found, shapes, strict=True)])
+
+
+def _own_bias(source: _Source, module: str, part: Part | None, shape: list[int]) -> Tensor | None:
+    """A bias that the configuration asks for, or that a quantised module has beyond it. Some writers give every linear
+    one of zeros, which is left out."""
+    name, shards = f"{module}.bias", source.shards
+    asked = module.rpartition(".")[2] in source.biases
+    if not asked and (part is None or name not in shards):
+        return None
+    shards.expect(name, FLOATS, shape[:1], "its module")
+    bias = shards.get(name).clone()
+    return bias if asked or bool(bias.any()) else None
+
+
+def _floats(shards: Shards, name: str) -> Tensor:
+    shards.floats(name)
+    return shards.get(name)
 
 
 def _part_shapes(config: ModelConfig) -> dict[str, list[int]]:
@@ -147,79 +226,31 @@ def _norm_names(config: ModelConfig, decoder: str) -> dict[str, str]:
     return names
 
 
-def _prefixes(tensors: _Tensors) -> tuple[str, str]:
-    found = [p for p in _PREFIXES if f"{p[0]}embed_tokens.weight" in tensors.files]
+def _prefixes(source: _Source) -> tuple[str, str]:
+    shards = source.shards
+    found = [p for p in _PREFIXES if f"{p[0]}embed_tokens.weight" in shards]
     if len(found) != 1:
         wanted = ", ".join(f"{p[0]}embed_tokens.weight" for p in _PREFIXES)
-        raise FormatError(f"{tensors.folder} has {len(found)} of the tensors {wanted}; it must have one")
+        raise FormatError(f"{shards.folder} has {len(found)} of the tensors {wanted}; it must have one")
     return found[0]
 
 
-def _tied(tensors: _Tensors, decoder: str, head: str) -> bool:
+def _tied(source: _Source, decoder: str, head: str) -> bool:
     """Whether the head is the embedding: absent, or stored again with the same values."""
-    if f"{head}weight" not in tensors.files:
+    shards, module, embed = source.shards, head.removesuffix("."), f"{decoder}embed_tokens"
+    if source.reader(module) is not None:
+        return False
+    if f"{module}.weight" not in shards:
         return True
-    return torch.equal(tensors.get(f"{head}weight"), tensors.get(f"{decoder}embed_tokens.weight"))
+    if source.reader(embed) is not None:
+        return False
+    return torch.equal(_floats(shards, f"{module}.weight"), _floats(shards, f"{embed}.weight"))
 
 
-def _refuse_leftovers(tensors: _Tensors) -> None:
-    left = sorted(name for name in tensors.files.keys() - tensors.used if not name.endswith(_BUFFERS))
+def _refuse_leftovers(shards: Shards) -> None:
+    left = sorted(name for name in shards.entries.keys() - shards.used if not name.endswith(_BUFFERS))
     if left:
         raise UnsupportedError(
-            f"{tensors.folder}: {len(left)} tensors have no place in this architecture, the first is {left[0]} in "
-            f"{tensors.files[left[0]]}; the model is more than config.json says"
+            f"{shards.folder}: {len(left)} tensors have no place in this architecture, the first is {left[0]} in "
+            f"{shards.entries[left[0]].file}; the model is more than config.json says"
         )
-
-
-def _open(folder: Path) -> _Tensors:
-    index, single = folder / INDEX, folder / SINGLE
-    if index.is_file() and single.is_file():
-        raise FormatError(f"{folder} has both {INDEX} and {SINGLE}; remove the one that is out of date")
-    if index.is_file():
-        return _open_shards(folder, _weight_map(index))
-    if single.is_file():
-        handle = _safe_open(single)
-        return _Tensors(folder, dict.fromkeys(handle.keys(), SINGLE), {SINGLE: handle}, set())
-    pickles = [f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in sorted(folder.glob(pattern))]
-    if pickles:
-        raise UnsupportedError(f"{folder} has its weights in {pickles[0]}: pickles can run code and are not read; "
-                               "save the model as safetensors")  # fmt: skip
-    raise FormatError(f"{folder} has neither {SINGLE} nor {INDEX}; the folder is incomplete")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise FormatError(f"{index} has no weight_map; the file is damaged")
-    for tensor, file in files.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise FormatError(f"{index} puts tensor {tensor} in {file!r}; a shard is a file of the same folder")
-    return files
-
-
-def _open_shards(folder: Path, files: dict[str, str]) -> _Tensors:
-    """Handles on all shards, after comparing the index with what each shard really holds."""
-    handles = {}
-    for file in sorted(set(files.values())):
-        listed = {tensor for tensor, where in files.items() if where == file}
-        if not (folder / file).is_file():
-            raise FormatError(f"{folder / file} is missing; {INDEX} puts {len(listed)} tensors there, such as "
-                              f"{min(listed)}; copy the shard again")  # fmt: skip
-        handles[file] = _safe_open(folder / file)
-        held = set(handles[file].keys())
-        if listed - held:
-            raise FormatError(f"{folder / file} does not hold tensor {min(listed - held)}, which {INDEX} puts there; "
-                              "the index or the shard is out of date")  # fmt: skip
-        if held - listed:
-            raise FormatError(f"{folder / file} holds tensor {min(held - listed)}, which {INDEX} does not put there; "
-                              "the index or the shard is out of date")  # fmt: skip
-    return _Tensors(folder, files, handles, set())
-
-
-def _safe_open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise FormatError(
-            f"{file} cannot be read ({error}); truncated or no safetensors file, copy it again"
-        ) from error
