@@ -233,9 +233,12 @@ def marlin_available(device: str | torch.device = "cuda") -> bool:
 
 
 def _config(kernel: str, p: Problem, on: Chip) -> str:
-    from .cuda.config import choose
+    from .cuda.config import choose, choose_hopper
 
-    return str(choose(p.M, -(-p.N // 64) * 64, -(-p.K // 128) * 128, on)) if kernel == "tensor_core" else ""
+    N, K = -(-p.N // 64) * 64, -(-p.K // 128) * 128
+    if kernel == "hopper":
+        return str(choose_hopper(p.M, N, K, on.multiprocessors))
+    return str(choose(p.M, N, K, on)) if kernel == "tensor_core" else ""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,10 +1,10 @@
 """Which kernel computes a product on a GPU, and why not the others: the rows that `dispatch.plan` walks for a `Chip`.
 
-    fp16_cache ─▶ tensor_core ─▶ unpack_dense ─▶ cross_iter ─▶ dense ─▶ native       the first that does not refuse
+    fp16_cache ─▶ tensor_core ─▶ hopper ─▶ unpack_dense ─▶ cross_iter ─▶ dense ─▶ native    the first not to refuse
 
-`tensor_core` and `unpack_dense` are one path, the INT4 one, on the device format: below `dense_rows` the codes are
-decoded into the tensor cores; above, where arithmetic decides, they are decoded once into a dense copy that lives for
-this call. `native` is right for every problem and fast for none.
+`tensor_core`, `hopper` and `unpack_dense` are one path, the INT4 one, on the device format: codes are decoded into
+`mma.sync`, into Hopper's `wgmma`, or, where arithmetic decides, once into a dense copy that lives for this call.
+`native` is right for every problem and fast for none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 FIRST_CAPABILITY = (8, 0)  # cp.async, and mma.sync of 16×8×16
 NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
-_DENSE_ROWS_HOPPER, _DENSE_ROWS = 192, 1024
+MMA_ROWS_HOPPER = 32  # up to which mma.sync beats wgmma, whose tiles have 64 rows
+_DENSE_ROWS_HOPPER, _DENSE_ROWS = 384, 1024
+HOPPER = (9, 0)
+INT4_KERNELS = ("tensor_core", "hopper", "unpack_dense")
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class CudaKernel:
 
 
 def dense_rows(on: Chip) -> int:
-    """Rows from which a dense copy made for the call is faster than decoding into `mma.sync`. Measured on Hopper,
-    whose dense products use `wgmma`; elsewhere an estimate from arithmetic rates and bandwidth."""
-    return _DENSE_ROWS_HOPPER if on.capability == (9, 0) else _DENSE_ROWS
+    """Rows from which a dense copy made for the call is faster than decoding into tensor cores. Measured on Hopper;
+    elsewhere an estimate from arithmetic rates and bandwidth."""
+    return _DENSE_ROWS_HOPPER if on.capability == HOPPER else _DENSE_ROWS
 
 
 def int4_refusal(p: Problem, on: Chip) -> str | None:
@@ -71,6 +74,18 @@ def _fp16_cache(p: Problem, on: Chip) -> str | None:
 def _tensor_core(p: Problem, on: Chip) -> str | None:
     if reason := int4_refusal(p, on):
         return reason
+    if on.capability == HOPPER and p.M > MMA_ROWS_HOPPER:
+        return f"M={p.M} > {MMA_ROWS_HOPPER}: Hopper's own instructions are faster"
+    return _many_rows(p, on)
+
+
+def _hopper(p: Problem, on: Chip) -> str | None:
+    if on.capability != HOPPER:
+        return f"{on.name} has compute capability {_dotted(on.capability)}; wgmma runs on {_dotted(HOPPER)} alone"
+    return int4_refusal(p, on) or _many_rows(p, on)
+
+
+def _many_rows(p: Problem, on: Chip) -> str | None:
     if p.M > (limit := dense_rows(on)):
         return f"M={p.M} > {limit}: arithmetic decides, and a dense copy for this call has more of it"
     return None
@@ -99,6 +114,7 @@ def _native(p: Problem, on: Chip) -> str | None:
 CUDA_KERNELS = (
     CudaKernel("fp16_cache", "dense product on a dequantised copy that is kept", _fp16_cache),
     CudaKernel("tensor_core", "INT4 codes decoded into tensor cores, δ on the way", _tensor_core),
+    CudaKernel("hopper", "INT4 codes decoded into warpgroup tensor cores, x by the copy engine", _hopper),
     CudaKernel("unpack_dense", "device format decoded once for this call, then the dense product", int4_refusal),
     CudaKernel("cross_iter", "product on the loop iteration's own rounding", _cross_iter),
     CudaKernel("dense", "dense product on a dequantised copy made for this call", _dense),

@@ -95,6 +95,74 @@ def _smaller(c: Config) -> Config:
     raise AssertionError(f"no smaller pipeline than {c}")
 
 
+@dataclass(frozen=True)
+class Work:
+    """How tiles are dealt to blocks: `whole` of them in rounds, the chunks of the others cut into `pieces`."""
+
+    whole: int
+    piece: int  # chunks
+    total: int  # chunks
+    pieces: int
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Tile of hopper.cu; the capital names are its macros."""
+
+    BM: int  # rows
+    NJ: int  # words per lane and step: a consumer warpgroup covers 64·NJ columns
+    CW: int = 2  # consumer warpgroups
+    least: int = 4  # chunks of k below which a tile is not cut further
+
+    @property
+    def columns(self) -> int:
+        return 64 * self.NJ * self.CW
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.CW + 1)
+
+    def _bytes(self, scale32: bool, halves: bool) -> tuple[int, int]:
+        blocks = self.NJ * self.CW
+        params = blocks * (2 if halves else 1) * (512 if scale32 else 384)
+        stage = self.BM * CHUNK * 2 + -(-(blocks * CHUNK * 32 + params) // 1024) * 1024
+        return stage, self.CW * self.BM * (64 * self.NJ + 8) * 2 + 256
+
+    def stages(self, scale32: bool = False, halves: bool = False) -> int:
+        """As many as shared memory holds, up to six."""
+        stage, rest = self._bytes(scale32, halves)
+        return min(6, (_HOPPER_SHARED - rest) // stage)
+
+    def shared_memory(self, scale32: bool = False, halves: bool = False) -> int:
+        """Bytes of shared memory per block."""
+        stage, rest = self._bytes(scale32, halves)
+        return stage * self.stages(scale32, halves) + rest
+
+    def schedule(self, tiles: int, chunks: int, blocks: int) -> Work:
+        """Whole tiles while they fill every block; what remains is cut evenly, unless that would save little."""
+        rest = tiles % blocks
+        if rest == 0 or (rest > blocks * 7 // 8 and tiles > blocks):
+            return Work(tiles, 0, 0, 0)
+        total = rest * chunks
+        piece = max(-(-total // blocks), min(self.least, chunks))
+        if rest == tiles and piece >= chunks:
+            return Work(tiles, 0, 0, 0)
+        return Work(tiles - rest, piece, total, -(-total // piece))
+
+    def __str__(self) -> str:
+        return f"{self.BM}×{self.columns} tiles"
+
+
+_HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what alignment may take
+
+
+def choose_hopper(M: int, N: int, K: int, multiprocessors: int) -> HopperConfig:
+    """The tile for M rows, N and K as padded, on a Hopper chip."""
+    if M <= 64:
+        return HopperConfig(64, 2)
+    return HopperConfig(128, 2) if M <= 128 else HopperConfig(256, 1)
+
+
 def variants() -> list[Config]:
     """Every configuration that some chip may choose: a block has 99 KB of shared memory on 8.6 to 12.x, 163 on 8.0."""
     chips = [Chip("", (8, 0), 108, kb << 10, 0) for kb in (99, 163, 227)]

@@ -41,7 +41,8 @@ def chip(index: int) -> Chip:
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The CUDA driver's own functions."""
     from cuda.bindings import driver
 
     return driver
@@ -57,11 +58,11 @@ class Launcher:
     def __init__(self, name: str, entry: str, defines: dict[str, int], device: int, threads: int, shared: int = 0):
         self.entry, self.threads, self.shared, self.device = entry, threads, shared, device
         kernel, self._code = build.kernel(name, entry, tuple(sorted(defines.items())), chip(device).capability)
-        driver = _driver()
-        self._function = driver.CUfunction(int(kernel.handle))
+        api = driver()
+        self._function = api.CUfunction(int(kernel.handle))
         if shared > 48 << 10:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _raise(driver.cuKernelSetAttribute(attribute, shared, kernel.handle, driver.CUdevice(device))[0], entry)
+            attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            raise_for(api.cuKernelSetAttribute(attribute, shared, kernel.handle, api.CUdevice(device))[0], entry)
 
     def __call__(self, arguments: Arguments, blocks: int) -> None:
         """Launch `blocks` blocks on the device's current stream. Raises LaunchError."""
@@ -71,17 +72,18 @@ class Launcher:
         if previous != self.device:
             torch.cuda.set_device(self.device)
         try:
-            (result,) = _driver().cuLaunchKernel(
+            (result,) = driver().cuLaunchKernel(
                 self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, ctypes.addressof(parameters), 0
             )
         finally:
             if previous != self.device:
                 torch.cuda.set_device(previous)
         if result != 0:
-            _raise(result, f"{self.entry} with {blocks} blocks of {self.threads} threads, {self.shared} bytes")
+            raise_for(result, f"{self.entry} with {blocks} blocks of {self.threads} threads, {self.shared} bytes")
 
 
-def _raise(result: Any, what: str) -> None:
+def raise_for(result: Any, what: str) -> None:
+    """Raises LaunchError where a call of the driver has failed."""
     if int(result) != 0:
         raise LaunchError(f"{what}: {result.name}")
 
@@ -120,7 +122,7 @@ def _scratch(device: int, count: int, purpose: str, make: Callable[..., Tensor],
 
 
 def _capture(stream: int) -> int:
-    driver = _driver()
-    result, _, identity, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
-    _raise(result, "cuStreamGetCaptureInfo")
+    api = driver()
+    result, _, identity, *_ = api.cuStreamGetCaptureInfo(api.CUstream(stream))
+    raise_for(result, "cuStreamGetCaptureInfo")
     return int(identity)

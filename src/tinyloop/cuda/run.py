@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..dispatch import Plan, Problem
+from ..dispatch_cuda import INT4_KERNELS
 from ..marlin import MarlinWeight
 from ..weight import QuantWeight
-from . import gemm, paths
+from . import gemm, hopper, paths
 from .launch import chip, scratch_floats
 
 if TYPE_CHECKING:
@@ -27,12 +28,10 @@ _said: set[int] = set()
 def run(x: Tensor, w: PackedWeight, p: Problem, chosen: Plan) -> Tensor:  # [M, K] on cuda → x's dtype [M, N]
     """The product that `chosen` plans."""
     bias = w.bias(x.dtype)
-    if chosen.kernel == "tensor_core":
-        y = gemm.product(aligned(x), w.marlin(), bias)
+    if chosen.kernel in INT4_KERNELS:
+        y = _int4(x, w, bias, chosen.kernel)
         _say_first(p)
         return y
-    if chosen.kernel == "unpack_dense":
-        return torch.nn.functional.linear(x, paths.unpack(w.marlin(), x.dtype), bias)
     if chosen.kernel in ("fp16_cache", "dense"):
         return torch.nn.functional.linear(x, w.dense(x.dtype, chosen.kernel == "fp16_cache"), bias)
     weight = w.canonical()
@@ -41,6 +40,14 @@ def run(x: Tensor, w: PackedWeight, p: Problem, chosen: Plan) -> Tensor:  # [M, 
     if iteration is not None and x.shape[0] > CROSS_ITER_ROWS and not p.exact:
         return torch.nn.functional.linear(x, paths.dequantize(weight, x.dtype, iteration).t(), bias)
     return paths.native(x, weight, bias, iteration)
+
+
+def _int4(x: Tensor, w: PackedWeight, bias: Tensor | None, kernel: str) -> Tensor:
+    if kernel == "tensor_core":
+        return gemm.product(aligned(x), w.marlin(), bias)
+    if kernel == "hopper":
+        return hopper.product(aligned(x), w.marlin(), bias)
+    return torch.nn.functional.linear(x, paths.unpack(w.marlin(), x.dtype), bias)
 
 
 def dense(w: PackedWeight, dtype: torch.dtype) -> Tensor:  # dtype [N, K] on cuda
