@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinyloop import ops
-from tinyloop.cpu.decode import panel_product
+from tinyloop.cpu.product import product
 from tinyloop.pack import PackedWeight, dense_product, pack
 from tinyloop.weight import QuantWeight
 
@@ -47,7 +47,7 @@ def measure(K: int, N: int, G: int) -> dict[str, dict[int, float]]:
     weights = [random_weight(K, N, G, seed) for seed in range(min(8, max(2, COLD // (K * N // 2))))]
     turn = itertools.cycle(weights)
     kernels: dict[str, Callable[[Tensor], object]] = {
-        "panel": lambda x: panel_product(x, next(turn).panel()),
+        "panel": lambda x: product(x, next(turn).panel()),
         "int4pack": lambda x: int4pack(x.bfloat16(), next(turn)),
         "dense_cache bf16": lambda x: dense_product(x.bfloat16(), next(turn).dense(torch.bfloat16, True), None),
         "dense_cache fp32": lambda x: dense_product(x, next(turn).dense(torch.float32, True), None),

@@ -28,7 +28,7 @@ if not machine().numba:
 
 import numba
 
-from tinyloop.cpu import decode, jit, kernels, panel, simd, team
+from tinyloop.cpu import decode, jit, kernels, panel, product, simd, team
 
 TILE = panel.TILE
 F32, BF16 = torch.float32, torch.bfloat16
@@ -315,12 +315,14 @@ def test_a_product_stays_in_its_tiles(M: int, K: int, N: int, G: int) -> None:
     width = p.tiles * TILE
     y, pairs, sums = Framed(M, width), Framed(1, M, p.groups * p.rows * 2), Framed(1, M, p.groups)
     description = np.array(p.describe(), np.int64)
-    kernels.product(0, 1, description, normal(M, K).numpy(), y.inner, pairs.inner, sums.inner, 0)
+    for m, x in enumerate(normal(M, K).numpy()):
+        kernels.prepare(description, x, pairs.inner[0, m], sums.inner[0, m])
+    kernels.matvec(description, pairs.inner[0], sums.inner[0], y.inner, 0, p.tiles)
     assert y.intact
     assert pairs.intact
     assert sums.intact
     assert (y.inner[:, N:] == 0).all()
-    assert np.array_equal(y.inner[:, :N], decode.panel_product(normal(M, K), p).numpy())
+    assert np.array_equal(y.inner[:, :N], product.product(normal(M, K), p).numpy())
 
 
 def framing(frames: list[Framed]) -> Any:
@@ -398,9 +400,35 @@ def test_results_do_not_depend_on_the_pool(pool: str, members: int) -> None:
     p = panel.build(random_quant_weight(1024, 1025, 128, seed=0))
     x = normal(3, 1024)
     alone = np.empty((4, p.tiles * TILE), np.float32)
-    scratch = decode._prepared(1, 3, p)
-    kernels.product(0, 1, np.array(p.describe(), np.int64), x.numpy(), alone, *scratch, 0)
-    assert np.array_equal(decode.panel_product(x, p).numpy(), alone[:3, : p.N])
+    pairs, sums = (scratch[0] for scratch in decode._prepared(1, 3, p))
+    for m, row in enumerate(x.numpy()):
+        kernels.prepare(p.description, row, pairs[m], sums[m])
+    kernels.matvec(p.description, pairs, sums, alone, 0, p.tiles)
+    assert np.array_equal(product.product(x, p).numpy(), alone[:3, : p.N])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("M", [1, 2, 3, 5])
+def test_a_product_stays_in_its_scratch(members: int, M: int, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Exactly the room that was reckoned lies between canaries."""
+    monkeypatch.setattr(panel, "TEAM", 1)
+    frames: list[Framed] = []
+
+    def room(space: Any, floats: int) -> None:
+        frames.append(Framed(floats))
+        space.scratch, space.size, space.at = frames[-1].inner, floats, frames[-1].inner.ctypes.data
+
+    monkeypatch.setattr(product._Space, "room", room)
+    monkeypatch.setattr(product, "_space", product._Space())
+    product._space.size = 0
+    p = panel.build(random_quant_weight(100, 321, 32, seed=0, bias=True))
+    x = normal(M, 100).to(dtype)
+    y = product.product(x, p)
+    assert frames
+    assert all(frame.intact for frame in frames)
+    monkeypatch.undo()
+    torch.set_num_threads(1)
+    assert torch.equal(product.product(x, p), y)
 
 
 def test_errors_reach_the_caller(members: int) -> None:

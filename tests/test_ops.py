@@ -482,7 +482,7 @@ def test_grp08_one_group_equals_two_alike(product: Product, kernel: str, dtype: 
 @needs_numba
 @pytest.mark.parametrize("bits", [4, 8])
 def test_ker08_a_row_does_not_know_its_neighbours(bits: int) -> None:
-    from tinyloop.cpu.decode import panel_product
+    from tinyloop.cpu.product import product as panel_product
 
     w = pack(random_quant_weight(300, 65, 64, seed=0, bits=bits, bias=True))
     x = activations(17, 300)

@@ -102,9 +102,7 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
     if chosen.kernel == "cross_iter":
         return _cross_iter(x, w, p.exact)
     if chosen.kernel == "panel":
-        from .cpu.decode import panel_product
-
-        return panel_product(x, w.panel()).to(x.dtype).contiguous()
+        return _panel(x, w)
     if chosen.kernel == "int4pack":
         codes, params = w.int4()
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, w.int4_group, params)
@@ -113,6 +111,13 @@ def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
     if chosen.kernel in ("dense_cache", "dense"):
         return dense_product(x.contiguous(), w.dense(x.dtype, chosen.kernel == "dense_cache"), w.bias(x.dtype))
     return _native(x, w.canonical())
+
+
+def _panel(x: Tensor, w: PackedWeight) -> Tensor:  # any float [M, K] → x's dtype [M, N]
+    from .cpu.product import product
+
+    wide = x.float() if x.dtype == torch.float16 else x
+    return product(wide.contiguous(), w.panel()).to(x.dtype)
 
 
 def _cross_iter(x: Tensor, w: PackedWeight, exact: bool) -> Tensor:  # any float [M, K] → x's dtype [M, N]

@@ -1,4 +1,4 @@
-"""From tensors to the compiled kernels: one product on panels, and the fused decode step of a whole model.
+"""From tensors to the compiled kernels: dequantising, and the fused decode step of a whole model.
 
 `FusedDecoder` gathers every address and buffer once, so that a step costs one call: embeddings in, logits out, keys and
 values appended to the same cache that the torch path fills during prefill. Results do not depend on the batch or on
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..weight import QuantWeight
 
 _LINEARS = ("attn_qkv", "attn_out", "mlp_gate", "mlp_up", "mlp_down")  # in the order of step.Linear
-_SMALL_PRODUCT = 1 << 20  # weights below which waking the team costs more than it gains
 
 # What a step reads: tables of addresses and norms. And what it writes. numba takes named tuples of arrays as they are.
 Weights = namedtuple(
@@ -31,25 +30,6 @@ Weights = namedtuple(
 Scratch = namedtuple(
     "Scratch", "hidden positions qkv gate up out logits normed pairs sums query key scores parts"
 )  # fmt: skip
-
-
-def panel_product(x: torch.Tensor, panel: Panel) -> torch.Tensor:  # any float [M, K] → fp32 [M, N]
-    """`x @ W + bias` in fp32; on the team when the weight is worth waking it.
-
-    Sums over x·q and over x are rounded apart and meet once a group. Where x is off-centre they cancel: with a mean as
-    large as its deviation the error reaches five times that of a product with the dequantised weight (G = 128, 2e-6).
-    """
-    M = x.shape[0]
-    rows = np.ascontiguousarray(x.detach().float().numpy())
-    y = np.empty((padded(M), panel.tiles * TILE), np.float32)
-    T = threads() if panel.K * panel.N >= _SMALL_PRODUCT else 1
-    pairs, sums = _prepared(T, M, panel)
-    args = (np.array(panel.describe(), np.int64), rows, y, pairs, sums)
-    if T > 1:
-        run(kernels.product, *args)
-    else:
-        kernels.product(0, 1, *args, 0)
-    return torch.from_numpy(y)[:M, : panel.N]
 
 
 def dequantize(w: QuantWeight, dtype: torch.dtype) -> torch.Tensor:  # [K, N], fp32 or bf16

@@ -177,15 +177,6 @@ def matvec(w, pairs, sums, y, first, end):
 
 
 @jit
-def product(t, T, w, x, y, pairs, sums, counter):
-    """`y = x @ W + bias` on a team. x fp32 [M, K]; pairs, sums: scratch [T, M, ·]; y fp32 [M, ≥ tiles·32]."""
-    for m in range(x.shape[0]):
-        prepare(w, x[m], pairs[t, m], sums[t, m])
-    first, end = share(w[_TILES], t, T)
-    matvec(w, pairs[t], sums[t], y, first, end)
-
-
-@jit
 def dequantize_rows(t, T, packed, scale, zero, group_size, bits, out, counter):
     """out [K, N] (fp32, or bf16 as uint16) = q·scale + zero, each rounded once to fp32; parameters fp32 [groups, N]."""
     K = out.shape[0]

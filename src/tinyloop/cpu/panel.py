@@ -17,6 +17,7 @@ cores, against 20 GB/s for the same kernel on the canonical order, whose rows li
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from ..weight import QuantWeight, pack_nibbles
 
 TILE = 32  # columns: two 512-bit vectors of fp32, and fine enough that two threads share 576 columns evenly
+TEAM = 1 << 17  # weights from which a second thread gains more than it costs to call (product.py)
 SPAN = 128  # inputs summed in one chain
 
 
@@ -41,10 +43,6 @@ class Panel:
     bias: np.ndarray  # fp32 [N], or empty
 
     @property
-    def tiles(self) -> int:
-        return int(self.data.shape[0])
-
-    @property
     def groups(self) -> int:
         return int(self.data.shape[1])
 
@@ -52,6 +50,30 @@ class Panel:
     def rows(self) -> int:
         """Byte rows of codes in a group."""
         return (self.group_size + 1) // 2 if self.bits == 4 else self.group_size
+
+    @functools.cached_property
+    def description(self) -> np.ndarray:
+        """`describe()` as 64-bit words, made once."""
+        return np.array(self.describe(), np.int64)
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where `description` lies."""
+        return int(self.description.ctypes.data)
+
+    @functools.cached_property
+    def large(self) -> bool:
+        """Whether a product of few rows is worth more than one thread."""
+        return self.K * self.N >= TEAM
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        return int(self.data.shape[0])
+
+    @functools.cached_property
+    def prepared(self) -> int:
+        """Words of fp32 that one prepared activation takes, group sums included."""
+        return self.groups * (self.rows * (2 if self.bits == 4 else 1) + 1)
 
     def describe(self) -> tuple[int, ...]:
         """What a kernel needs to know, in the order of `kernels.Field`."""

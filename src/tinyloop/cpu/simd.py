@@ -464,3 +464,19 @@ def atomic_load(typing, address):
         return b.load_atomic(b.inttoptr(args[0], _i64.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64), lower
+
+
+def _pointer(kind):
+    @intrinsic
+    def pointer(typing, address):
+        """The address as a pointer that `numba.carray` takes."""
+
+        def lower(context, b, signature, args):
+            return b.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), lower
+
+    return pointer
+
+
+pointer_f32, pointer_u16, pointer_i64 = _pointer(types.float32), _pointer(types.uint16), _pointer(types.int64)
