@@ -18,6 +18,7 @@ from .dispatch import Machine, Plan, Problem, plan
 from .errors import FormatError, InputError, NumericalError, TinyLoopError, UnsupportedError
 from .explain import Explanation, explain
 from .generate import Chat, Generation, Options, generate_batch
+from .linear import QuantEmbedding, QuantLinear
 from .loading import import_model, load
 from .marlin import (
     MarlinWeight,
@@ -56,6 +57,8 @@ __all__ = [
     "Plan",
     "Problem",
     "Protocol",
+    "QuantEmbedding",
+    "QuantLinear",
     "QuantSpec",
     "QuantWeight",
     "Rope",
