@@ -5,6 +5,7 @@ Needs no GPU and no torch, so that plans can be made, tested and explained anywh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 CHUNK = 64  # k per stage
@@ -78,9 +79,11 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
     config = next(c for rows, columns, c in _TILES if rows >= M and columns <= N)
     if pair and config.WN == 1:
         config = replace(config, WN=2, WK=config.WK // 2)
+    if config.MT > 1 and config.threads > 256 and on.capability != (9, 0):
+        config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; elsewhere ptxas wants 137
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
-    tiles = -(-M // config.rows) * -(-N * (2 if pair else 1) // config.columns)
+    tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
     wanted = on.multiprocessors * 4 // 3 // tiles
     chunks = K // CHUNK
     return replace(config, splits=max(1, min(wanted, chunks // (2 * config.WK), 16)))
@@ -163,11 +166,25 @@ def choose_hopper(M: int, N: int, K: int, multiprocessors: int) -> HopperConfig:
     return HopperConfig(128, 2) if M <= 128 else HopperConfig(256, 1)
 
 
-def variants() -> list[Config]:
-    """Every configuration that some chip may choose: a block has 99 KB of shared memory on 8.6 to 12.x, 163 on 8.0."""
-    chips = [Chip("", (8, 0), 108, kb << 10, 0) for kb in (99, 163, 227)]
+# The chips that kernels are compiled for without a GPU: what a block may have of shared memory, in KB.
+KINDS = tuple(
+    Chip(f"a GPU of capability {major}.{minor}", (major, minor), 108, kilobytes << 10, 0)
+    for (major, minor), kilobytes in (
+        ((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99),
+    )
+)  # fmt: skip
+
+
+def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
+    """Every configuration that `choose` may give on one of the chips, but for the number of slices."""
     found = {
-        replace(choose(M, N, 8192, chip, pair), splits=1)
-        for chip in chips for pair in (False, True) for M, N, _ in _TILES for N in (256, N, 1 << 15)
+        replace(choose(M, N, 8192, on, pair), splits=1)
+        for on in chips for pair in (False, True)
+        for M, _, _ in _TILES for N in {max(columns, 64) for _, columns, _ in _TILES}
     }  # fmt: skip
     return sorted(found, key=str)
+
+
+def hopper_variants() -> list[HopperConfig]:
+    """Every configuration that `choose_hopper` may give."""
+    return sorted({choose_hopper(M, 8192, 8192, 132) for M in (64, 128, 256)}, key=str)

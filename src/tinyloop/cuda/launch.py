@@ -35,9 +35,8 @@ def chip(index: int) -> Chip:
     """The GPU `cuda:index`."""
     p = torch.cuda.get_device_properties(index)
     shared = getattr(p, "shared_memory_per_block_optin", 99 << 10)
-    return Chip(
-        p.name, (p.major, p.minor), p.multi_processor_count, shared, p.total_memory, build.missing()
-    )  # fmt: skip
+    capability = p.major, p.minor
+    return Chip(p.name, capability, p.multi_processor_count, shared, p.total_memory, build.missing(capability))
 
 
 @functools.cache
