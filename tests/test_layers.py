@@ -14,7 +14,7 @@ import torch
 
 from tinyloop import layers
 from tinyloop.dispatch import machine
-from tinyloop.layers import Attention
+from tinyloop.layers import Attention, Places
 
 if machine().numba:
     from tinyloop.cpu import rows
@@ -59,18 +59,18 @@ CASES = [
 CASES_FP32 = [*CASES, Case(T=40, head_dim=16), Case(T=40, head_dim=96, starts=(3,)), Case(T=11, head_dim=6)]
 
 
-def inputs(c: Case, dtype: torch.dtype) -> tuple[Tensor, Attention, tuple[Tensor, Tensor], Tensor, list[Tensor] | None]:
+def inputs(c: Case, dtype: torch.dtype) -> tuple[Tensor, Attention, tuple[Tensor, Tensor], Places, list[Tensor] | None]:
     g = torch.Generator().manual_seed(c.T)
     B, D = len(c.starts), c.head_dim
     qkv = torch.randn(B, c.T, (c.heads + 2 * c.kv_heads) * D, generator=g).to(dtype)
     norms = [1 + torch.randn(D, generator=g) / 4 if c.qk_norm else None for _ in range(2)]
     spec = Attention(c.heads, c.kv_heads, D, c.window, 1e-5, *norms)
-    positions = torch.tensor(c.starts)[:, None] + torch.arange(c.T)
+    places = Places(c.starts, c.T)
     pairs = (c.rotated or D) // 2
-    angle = positions[..., None] * 100.0 ** (-torch.arange(pairs) / pairs)
+    angle = places.positions[..., None] * 100.0 ** (-torch.arange(pairs) / pairs)
     capacity = max(c.starts) + c.T + 3
     slot = [torch.randn(B, c.kv_heads, capacity, D, generator=g).to(dtype) for _ in range(2)] if c.cached else None
-    return qkv, spec, (angle.cos(), angle.sin()), positions, slot
+    return qkv, spec, (angle.cos(), angle.sin()), places, slot
 
 
 def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -129,9 +129,9 @@ def test_attention_is_its_definition(c: Case) -> None:
 @pytest.mark.parametrize("module", ["layers", pytest.param("rows", marks=compiled)])
 def test_only_new_positions_of_the_slot_are_written(module: str, c: Case) -> None:
     attention = layers.attention if module == "layers" else rows.attention
-    qkv, spec, rope, positions, slot = inputs(c, BF16)
+    qkv, spec, rope, places, slot = inputs(c, BF16)
     before = [s.clone() for s in slot]
-    attention(qkv.clone(), spec, rope, positions, slot)
+    attention(qkv.clone(), spec, rope, places, slot)
     v = qkv.view(*qkv.shape[:2], -1, c.head_dim)[:, :, -c.kv_heads :].transpose(1, 2)
     for b, start in enumerate(c.starts):
         for s, old in zip(slot, before, strict=True):
@@ -177,10 +177,13 @@ def test_compiled_attention_repeats_bitwise_on_any_number_of_threads(c: Case) ->
 def test_compiled_attention_continues_where_it_stopped(cut: int) -> None:
     """Two calls on a slot give what one call gives: bitwise, since rows know nothing of their block."""
     whole = Case(T=100, window=70)
-    qkv, spec, rope, positions, slot = inputs(whole, BF16)
-    wanted = rows.attention(qkv.clone(), spec, rope, positions, [s.clone() for s in slot])
+    qkv, spec, rope, places, slot = inputs(whole, BF16)
+    wanted = rows.attention(qkv.clone(), spec, rope, places, [s.clone() for s in slot])
     parts = [slice(0, cut), slice(cut, 100)]
-    got = [rows.attention(qkv[:, p].clone(), spec, tuple(r[:, p] for r in rope), positions[:, p], slot) for p in parts]
+    got = [
+        rows.attention(qkv[:, p].clone(), spec, tuple(r[:, p] for r in rope), Places([p.start], p.stop - p.start), slot)
+        for p in parts
+    ]
     assert error(torch.cat(got, 1), exact(whole, BF16)) <= 2 * error(wanted, exact(whole, BF16))
 
 
@@ -188,7 +191,7 @@ def test_compiled_attention_continues_where_it_stopped(cut: int) -> None:
 def test_outputs_of_compiled_attention_lie_between_canaries() -> None:
     """A slot inside a larger buffer: what lies beside its rows and beyond its capacity stays."""
     c = Case(T=50, starts=(7, 30))
-    qkv, spec, rope, positions, slot = inputs(c, BF16)
+    qkv, spec, rope, places, slot = inputs(c, BF16)
     framed = []
     for s in slot:
         B, H, P, D = s.shape
@@ -196,8 +199,8 @@ def test_outputs_of_compiled_attention_lie_between_canaries() -> None:
         buffer[:, :, 4 : P + 4] = s
         framed.append(buffer)
     inner = [buffer[:, :, 4:-4] for buffer in framed]
-    y = rows.attention(qkv.clone(), spec, rope, positions, inner)
-    assert torch.equal(y, rows.attention(qkv.clone(), spec, rope, positions, slot))
+    y = rows.attention(qkv.clone(), spec, rope, places, inner)
+    assert torch.equal(y, rows.attention(qkv.clone(), spec, rope, places, slot))
     for buffer, s in zip(framed, slot, strict=True):
         assert (buffer[:, :, :4] == 77).all()
         assert (buffer[:, :, -4:] == 77).all()
@@ -263,15 +266,16 @@ def test_losses(module: str, dtype: torch.dtype, vocabulary: int) -> None:
 
 
 def test_mask_is_left_out_where_causal_says_the_same() -> None:
-    positions = torch.arange(5)[None]
-    assert layers.attention_mask(positions, 5, None) is None
-    assert layers.attention_mask(positions, 5, 5) is None
-    assert layers.attention_mask(positions[:, -1:], 5, None) is None
-    mask = layers.attention_mask(positions, 5, 2)
+    places = Places([0], 5)
+    assert places.mask(5, None) is None
+    assert places.mask(5, 5) is None
+    assert Places([4], 1).mask(5, None) is None
+    mask = places.mask(5, 2)
+    assert mask is places.mask(5, 2)
     assert mask is not None
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
     ]  # fmt: skip
-    unequal = layers.attention_mask(torch.tensor([[3], [1]]), 4, None)
+    unequal = Places([3, 1], 1).mask(4, None)
     assert unequal is not None
     assert unequal[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]

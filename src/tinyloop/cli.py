@@ -26,7 +26,9 @@ app = typer.Typer(
 
 ModelFile = Annotated[Path, typer.Argument(metavar="FILE", help="A .tinyloop file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 where the CPU multiplies it.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda:1 for a second GPU.")]
+_DTYPES = "float32, bfloat16, float16 (GPU only), or auto: float16 on a GPU, bfloat16 on a CPU that multiplies it."
+Dtype = Annotated[str, typer.Option(help=_DTYPES)]
 Loops = Annotated[int | None, typer.Option(help="Loop count of a looped model. [default: the file's]")]
 
 
@@ -114,6 +116,7 @@ def inspect(file: ModelFile, as_json: Json = False) -> None:
 def explain(
     file: ModelFile,
     rows: Annotated[list[int] | None, typer.Option("--rows", "-m", min=1, help="M; may be repeated.")] = None,
+    device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -127,7 +130,7 @@ def explain(
     from .explain import explain as explained
     from .loading import load
 
-    found = explained(load(file, dtype=_dtype(dtype), verify=False), tuple(rows or ROWS))
+    found = explained(load(file, device, _dtype(dtype), verify=False), tuple(rows or ROWS))
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -142,6 +145,7 @@ def score(
     stride: Annotated[int | None, typer.Option(help="Tokens a pass scores. [default: the window]")] = None,
     bos: Annotated[str, typer.Option(help="First token of every window: auto, none, or its spelling.")] = "auto",
     loops: Loops = None,
+    device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -157,7 +161,7 @@ def score(
     for text in texts:  # before the model is loaded
         if str(text) != "-" and not text.is_file():
             raise InputError(f"{text} is {'a folder' if text.is_dir() else 'not there'}; give a text file")
-    model = _load(file, dtype)
+    model = _load(file, device, dtype)
     protocol = Protocol(window, stride, _bos(model, bos), loops)
     scores: list[tuple[Path, Score]] = []
     try:
@@ -241,6 +245,7 @@ def generate(
         list[str] | None, typer.Option(help=r"End before this text (\n is a line break); repeatable.")
     ] = None,
     loops: Loops = None,
+    device: Device = "cpu",
     dtype: Dtype = "auto",
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Show text as it comes.")] = True,
     as_json: Json = False,
@@ -265,7 +270,7 @@ def generate(
         raise InputError("--json needs a PROMPT; a conversation is for people")
     if prompt is None and not chat:
         prompt = _stdin_text()
-    model = _load(file, dtype)
+    model = _load(file, device, dtype)
     if chat and prompt is None:
         from .chatting import converse
 
@@ -342,15 +347,15 @@ def demo(
         stdout().print(*(demo_smollm2 if smollm2 else looped).render(found), sep="\n")
 
 
-def _load(file: Path, dtype: str) -> Model:
+def _load(file: Path, device: str, dtype: str) -> Model:
     from .loading import load
 
     with bar("loading") as update:
-        return load(file, dtype=_dtype(dtype), progress=update)
+        return load(file, device, _dtype(dtype), progress=update)
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise InputError(f"--dtype {name} is none of {', '.join(known)}")
     return known[name]

@@ -218,7 +218,7 @@ class Decoding:
                 if row.finish is not None:  # parked: the step must neither outgrow the cache nor cost attention
                     tokens[b] = self.cache.lengths[b] = 0
             with uninterrupted():
-                logits = self.model.step(next_tokens, self.cache).numpy()
+                logits = self.model.step(next_tokens, self.cache).cpu().numpy()
             pieces = []
             for b in live:
                 tokens[b] = self._pick(b, logits[b])
@@ -234,7 +234,7 @@ class Decoding:
         row, cache, started = self.rows[b], self.cache.row(b), time.perf_counter()
         prompt = torch.tensor([row.prompt[int(cache.lengths[0]) :]])
         with uninterrupted():
-            logits = self.model.head(self.model.hidden(prompt, cache)[:, -1:])[0, 0].numpy()
+            logits = self.model.head(self.model.hidden(prompt, cache)[:, -1:])[0, 0].cpu().numpy()
         token = self._pick(b, logits)
         piece = row.push(token)
         row.seconds[0] = time.perf_counter() - started

@@ -7,15 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from . import container
+from . import container, devices
 from .checkpoint import Checkpoint
-from .errors import InputError
 from .model import Model
 
 
 def load(
     path: str | os.PathLike[str],
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -23,17 +22,23 @@ def load(
 ) -> Model:
     """The model in a `.tinyloop` file, ready to score and generate.
 
-    Tensors are mapped, so memory grows as they are used. `dtype` is float32 or bfloat16; None takes bfloat16 where the
-    CPU multiplies it in hardware. `verify` compares every tensor with its checksum first.
+    On a CPU tensors are mapped, so memory grows as they are used, and `dtype` is float32 or bfloat16; None takes
+    bfloat16 where the CPU multiplies it in hardware. With device "cuda" (or "cuda:1") weights are moved and packed for
+    the GPU's kernels at once, and `dtype` is float16 (None), bfloat16 or float32. `verify` compares every tensor with
+    its checksum first. `progress(done, total)` counts bytes: once while verifying, and again while packing.
 
     `cross_iter_round` turns cross-iteration rounding on or off; None asks TINYLOOP_CROSS_ITER_ROUND (1 is on).
 
-    Raises FormatError for a damaged or foreign file, InputError for a device or dtype that this release does not run.
+    Raises FormatError for a damaged or foreign file, InputError for a device or dtype that does not run here or a model
+    that the device has no room for.
     """
-    if torch.device(device).type != "cpu":
-        raise InputError(f"device={device!r}: this release runs on the CPU; use device='cpu'")
+    where = devices.resolve(device)
+    devices.dtype_on(where, dtype)  # refused before the file is read
     checkpoint = container.read(path, verify=verify, progress=progress)
-    return Model(checkpoint, dtype=dtype, cross_iter_round=cross_iter_round)
+    model = Model(checkpoint, dtype=dtype, cross_iter_round=cross_iter_round, device=where)
+    if where.type != "cpu":
+        model.pack(progress)
+    return model
 
 
 def import_model(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> Checkpoint:

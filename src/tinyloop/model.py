@@ -1,5 +1,7 @@
 """The decoder: tokens → embedding → segments of blocks → norm → head. One page of torch, one KV slot per application.
 
+All of it lies on one device, from weights to logits; token ids and cache lengths are the host's.
+
 A segment is (layers, repeats): pre once, loop `loops` times, coda once; an ordinary model is one segment. The residual
 stream is fp32; products run in the model's dtype, through a linear operation that the caller may replace.
 """
@@ -15,11 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from . import channel, dispatch, layers
+from . import channel, devices, dispatch, layers
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import InputError
-from .ops import problem, quant_gemm
+from .ops import problem, quant_gemm, quant_swiglu
 from .pack import PackedWeight
 from .tokenizer import Tokenizer
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, PackedWeight], Tensor]
 LOSS_ROWS = 128  # logits of a vocabulary of 49152: 12.6 MB in bf16
+CUDA_LOGITS = 1 << 26  # logits at a time on a GPU, where few rows leave it idle: 256 MB in fp32
+CPU = torch.device("cpu")
 CACHE_SHARE = 4  # dense copies may take a quarter of the machine's memory
 
 
@@ -62,30 +66,36 @@ class KVCache:
 class Model:
     """Built by `tinyloop.load`. Holds packed weights, norms and the tokenizer; keeps no state between calls.
 
-    `dtype` is that of products and of the KV cache: float32, or bfloat16 (the default where the CPU has it).
+    `dtype` is that of products and of the KV cache: on a CPU float32, or bfloat16 (the default where the CPU has it);
+    on a GPU float16 (the default), bfloat16 or float32.
     `cross_iter_round`: loop iterations round each on their own where the weights have channels; None asks the
     environment, TINYLOOP_CROSS_ITER_ROUND, once.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, linear: Linear = quant_gemm,
-        budget: int | None = None, cross_iter_round: bool | None = None,
+        budget: int | None = None, cross_iter_round: bool | None = None, device: torch.device | str = "cpu",
     ):  # fmt: skip
         self.config = checkpoint.config
-        self.dtype = dtype or dispatch.default_dtype()
-        if self.dtype not in (torch.float32, torch.bfloat16):
-            raise InputError(f"dtype={self.dtype}: on a CPU a model runs in float32 or bfloat16")
+        self.device = devices.resolve(device)
+        self.dtype = devices.dtype_on(self.device, dtype)
+        if self.device.type != "cpu":
+            devices.check_room(self.device, checkpoint.nbytes, "the weights", "take another GPU, or run on the CPU")
         self.source = dict(checkpoint.source)
         self.tokenizer = None if checkpoint.tokenizer is None else Tokenizer(checkpoint.tokenizer)
-        self.weights = {name: PackedWeight(w) for name, w in checkpoint.weights.items()}
-        self.norms = {n: t.to(torch.float32, copy=True) for n, t in checkpoint.norms.items()}  # aligned, out of the map
+        self.weights = {name: PackedWeight(w, device=self.device) for name, w in checkpoint.weights.items()}
+        self.norms = {  # copied: aligned, out of the map
+            name: t.to(self.device, torch.float32, copy=True) for name, t in checkpoint.norms.items()
+        }
         self.cross_iter_round = dispatch.cross_iter_round() if cross_iter_round is None else cross_iter_round
         self._linear = linear
-        self._ops = between(self.dtype)
+        self._ops = between(self.dtype, self.device)
         self._attention = [self._attention_of(i) for i in range(self.config.num_layers)]
-        self._inv_freq = torch.tensor(self.config.rope.inv_freq)
+        self._inv_freq = torch.tensor(self.config.rope.inv_freq, device=self.device)
         self._decoder: tuple[KVCache, object] | None = None
-        keep_dense(self, dispatch.machine().memory // CACHE_SHARE if budget is None else budget)
+        if budget is None:  # on a GPU the kernels read 4 bits faster than 16
+            budget = dispatch.machine().memory // CACHE_SHARE if self.device.type == "cpu" else 0
+        keep_dense(self, budget)
 
     def new_cache(self, batch: int, capacity: int, loops: int | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row. Raises InputError beyond the model's context or the memory."""
@@ -96,28 +106,41 @@ class Model:
             )
         slots = sum(segment.layers * segment.repeats for segment in config.segments)
         shape = (slots, batch, config.num_key_value_heads, capacity, config.head_dim)
-        size, memory = 2 * math.prod(shape) * self.dtype.itemsize, dispatch.machine().memory
-        if size > memory:
-            raise InputError(
-                f"{batch * capacity} tokens in {slots} KV slots need {size / 1e9:.0f} GB; this machine has "
-                f"{memory / 1e9:.0f} GB: take fewer tokens, rows or, in a looped model, fewer loops"
-            )
-        return KVCache(
-            config,
-            torch.zeros(shape, dtype=self.dtype),
-            torch.zeros(shape, dtype=self.dtype),
-            np.zeros(batch, np.int64),
-        )
+        size, what = 2 * math.prod(shape) * self.dtype.itemsize, f"{batch * capacity} tokens in {slots} KV slots"
+        devices.check_room(self.device, size, what, "take fewer tokens, rows or, in a looped model, fewer loops")
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return KVCache(config, k, v, np.zeros(batch, np.int64))
 
     def prepare(self, rows: int) -> None:
         """Derive now what products of `rows` rows read, the largest weight first: while its temporary copy exists,
         little else does, which takes 90 MB off the peak of scoring a model with a vocabulary of 49152."""
+        if self.device.type != "cpu":
+            return  # nothing depends on the number of rows there: see `pack`
         for w in sorted(self.weights.values(), key=lambda w: w.weight.nbytes, reverse=True):
             if dispatch.plan(problem(w, rows, self.dtype)).kernel == "dense_cache":
                 w.dense(self.dtype, keep=True)
 
+    def pack(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """On a GPU: move weights there now in the form that products read, which else happens at the first product.
+
+        `progress(done, total)` counts canonical bytes.
+        """
+        done, total = 0, sum(w.weight.nbytes for w in self.weights.values())
+        for name, w in self.weights.items():
+            codes = False
+            if name != "embed" or self.config.tie_word_embeddings:  # an embedding alone is looked up, not multiplied
+                posed = problem(self.weight(name, 0 if (self.config.loops or 1) > 1 else None), 1, self.dtype)
+                codes = dispatch.plan(posed).kernel == "tensor_core"
+            if codes:
+                w.marlin()
+            if not codes or name == "embed":
+                w.canonical()
+            done += w.weight.nbytes
+            if progress:
+                progress(done, total)
+
     def embed(self, tokens: Tensor) -> Tensor:  # int64 [...] → fp32 [..., D]
-        return self.weights["embed"].weight.columns(tokens).contiguous()
+        return self.weights["embed"].canonical().columns(tokens).contiguous()
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # int64 [...] → cos, sin fp32 [..., rotated/2]
         angle = positions.float()[..., None] * self._inv_freq
@@ -125,7 +148,7 @@ class Model:
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, loops: int | None = None) -> Tensor:
-        """Final hidden states after the last norm: int64 [B, T] → model dtype [B, T, D].
+        """Final hidden states after the last norm: int64 [B, T], on the host or the model's device → dtype [B, T, D].
 
         With a cache, tokens continue each row at its own length, and the cache grows by T; its loop count holds.
         Raises InputError where a token is no token of the vocabulary or a row would outgrow the cache or context.
@@ -134,22 +157,21 @@ class Model:
         self._check(tokens, config, cache)
         B, T = tokens.shape
         if tokens.numel() == 0:
-            return torch.empty(B, T, config.hidden_size, dtype=self.dtype)
-        start = torch.zeros(B, dtype=torch.int64) if cache is None else torch.from_numpy(cache.lengths.copy())
-        positions = start[:, None] + torch.arange(T)  # [B, T]
-        rope = self.rope(positions)
-        x, y = self.embed(tokens), None  # fp32 [B, T, D], and what is still to be added to it
+            return torch.empty(B, T, config.hidden_size, dtype=self.dtype, device=self.device)
+        places = layers.Places([0] * B if cache is None else cache.lengths.tolist(), T, self.device)
+        rope = self.rope(places.positions)
+        x = self.embed(tokens.to(self.device, non_blocking=True))  # fp32 [B, T, D]
+        y = None  # what is still to be added to x
         loops = config.loops or 1
         for slot, (layer, i) in enumerate(config.applications()):
             turn = i if loops > 1 else None  # of one iteration alone, the codes are the better rounding
             kv = None if cache is None else (cache.k[slot], cache.v[slot])
             h = self._norm(x, y, f"layers.{layer}.attn_norm")
             h = self._ops.attention(
-                self._apply(h, f"layers.{layer}.attn_qkv", turn), self._attention[layer], rope, positions, kv
+                self._apply(h, f"layers.{layer}.attn_qkv", turn), self._attention[layer], rope, places, kv
             )
             h = self._norm(x, self._apply(h, f"layers.{layer}.attn_out", turn), f"layers.{layer}.mlp_norm")
-            gate, up = (self._apply(h, f"layers.{layer}.{name}", turn) for name in ("mlp_gate", "mlp_up"))
-            y = self._apply(self._ops.swiglu(gate, up), f"layers.{layer}.mlp_down", turn)
+            y = self._apply(self._swiglu(h, layer, turn), f"layers.{layer}.mlp_down", turn)
         if cache is not None:
             cache.lengths += T
         return self._norm(x, y, "final_norm")
@@ -161,8 +183,10 @@ class Model:
 
     @torch.inference_mode()
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [M, D], int64 [M] → fp32 [M]
-        """Cross-entropy in nats of the tokens that follow, 128 rows of logits at a time."""
-        parts = zip(torch.split(hidden, LOSS_ROWS), torch.split(targets, LOSS_ROWS), strict=True)
+        """Cross-entropy in nats of the tokens that follow, some rows of logits at a time."""
+        rows = LOSS_ROWS if self.device.type == "cpu" else max(LOSS_ROWS, CUDA_LOGITS // self.config.vocab_size)
+        targets = targets.to(self.device, non_blocking=True)
+        parts = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
         return torch.cat([self._ops.losses(self._head(h), t) for h, t in parts])
 
     def logits(self, tokens: Tensor, loops: int | None = None) -> Tensor:  # int64 [B, T] → fp32 [B, T, V]
@@ -209,6 +233,8 @@ class Model:
 
     def fused_refusal(self) -> str | None:
         """Why decoding does not take the fused step, or None where it does."""
+        if self.device.type != "cpu":
+            return f"the model is on {self.device}, the fused step is the CPU's"
         if not dispatch.machine().numba:
             return "numba is not installed: pip install 'tinyloop[cpu]'"
         if self._linear is not quant_gemm:
@@ -222,10 +248,13 @@ class Model:
     def _check(self, tokens: Tensor, config: ModelConfig, cache: KVCache | None) -> None:
         if tokens.dim() != 2 or tokens.dtype != torch.int64:
             raise InputError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give int64 [batch, length]")
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
-            raise InputError(
-                f"tokens span {int(tokens.min())}..{int(tokens.max())}; ids are 0..{config.vocab_size - 1}"
-            )
+        if tokens.device.type != "cpu" and tokens.device != self.device:
+            raise InputError(f"tokens are on {tokens.device}, the model on {self.device}; give the host's")
+        if cache is not None and cache.k.device != self.device:
+            raise InputError(f"the cache is on {cache.k.device}, the model on {self.device}; use its own new_cache")
+        ids = tokens.cpu()  # one wait, before the first layer, where they are not the host's
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
+            raise InputError(f"tokens span {int(ids.min())}..{int(ids.max())}; ids are 0..{config.vocab_size - 1}")
         room = cache.capacity if cache else config.max_position_embeddings
         longest = tokens.shape[1] + (int(cache.lengths.max()) if cache else 0)
         if cache is not None and cache.batch != tokens.shape[0]:
@@ -240,6 +269,13 @@ class Model:
     def _apply(self, x: Tensor, name: str, iteration: int | None = None) -> Tensor:
         return self._linear(x, self.weight(name, iteration))
 
+    def _swiglu(self, h: Tensor, layer: int, iteration: int | None) -> Tensor:
+        gate, up = (self.weight(f"layers.{layer}.{name}", iteration) for name in ("mlp_gate", "mlp_up"))
+        if self.device.type == "cuda" and self._linear is quant_gemm:
+            return quant_swiglu(h, gate, up)
+        swiglu: Tensor = self._ops.swiglu(self._linear(h, gate), self._linear(h, up))
+        return swiglu
+
     def _norm(self, x: Tensor, y: Tensor | None, name: str) -> Tensor:
         normed: Tensor = self._ops.add_norm(x, y, self.norms[name], self.config.rms_norm_eps, self.dtype)
         return normed
@@ -251,9 +287,9 @@ class Model:
         return layers.Attention(c.num_attention_heads, c.num_key_value_heads, c.head_dim, window, c.rms_norm_eps, q, k)
 
 
-def between(dtype: torch.dtype) -> ModuleType:
+def between(dtype: torch.dtype, device: torch.device = CPU) -> ModuleType:
     """The module that computes what lies between the products: compiled for bf16 where the CPU has it, else torch."""
-    if dtype == torch.bfloat16 and dispatch.machine().numba:
+    if device.type == "cpu" and dtype == torch.bfloat16 and dispatch.machine().numba:
         from .cpu import rows
 
         if rows.available:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import channel
-from .dispatch import machine
+from .dispatch import chip, machine
 from .marlin import MarlinWeight, refusal
 from .weight import DenseWeight, LinearWeight, QuantWeight
 
@@ -27,8 +27,8 @@ class PackedWeight:
     """
 
     def __init__(self, weight: LinearWeight, keep_dense: bool = False, device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
-        self.weight = weight if self.device.type == "cpu" else weight.to(self.device)
+        self.device = _indexed(torch.device(device))
+        self.weight = weight  # where it came from: on a GPU only what kernels read is kept
         self.keep_dense = keep_dense or isinstance(weight, DenseWeight)
         self.keep_roundings = 0
         self.iteration: int | None = None
@@ -62,15 +62,19 @@ class PackedWeight:
         """The weight's channel for cross-iteration rounding: "frac4", "sign_bit" or None."""
         return self.weight.channel if isinstance(self.weight, QuantWeight) else None
 
-    @property
+    @functools.cached_property
     def perm(self) -> Tensor | None:  # int32 [K]
         """The order in which the weight's rows are stored; every layout is in stored order. None: their own."""
-        return self.weight.perm if isinstance(self.weight, QuantWeight) else None
+        perm = self.weight.perm if isinstance(self.weight, QuantWeight) else None
+        return None if perm is None else perm.to(self.device)
 
     def at(self, iteration: int) -> PackedWeight:
         """This weight as loop iteration `iteration` rounds it, sharing all layouts; itself without a channel."""
         if self.channel is None:
             return self
+        if self.device.type != "cpu":  # made before the view, which else would make its own
+            self.canonical()
+            _ = self.unpackable
         view = copy.copy(self)
         view.iteration = channel.distinct(self.channel, iteration)
         return view
@@ -133,19 +137,28 @@ class PackedWeight:
 
     def dense(self, dtype: torch.dtype, keep: bool) -> Tensor:
         """W in stored order, or its rounding in this iteration, as `dense_product` takes it: reordered for oneDNN when
-        kept, [N, K] otherwise."""
+        kept on a CPU, [N, K] otherwise."""
         key = dtype, self.iteration
         if key in self._dense:
             return self._dense[key]
-        w = self.rounding()
-        W = w.weight.to(dtype) if isinstance(w, DenseWeight) else _dequantize(w.stored, dtype).t()
+        W = self._rows(dtype)
         if keep:
-            self._dense[key] = W = _reorder(W)
+            self._dense[key] = W = _reorder(W) if self.device.type == "cpu" else W
         return W
+
+    def _rows(self, dtype: torch.dtype) -> Tensor:  # [N, K]
+        if self.device.type == "cuda" and self.iteration is None and not chip(self.device).missing:
+            from .cuda.run import dense
+
+            return dense(self, dtype)
+        w = self.rounding()
+        if isinstance(w, DenseWeight):
+            return w.weight.to(dtype)
+        return (_dequantize(w.stored, dtype) if self.device.type == "cpu" else w.stored.dequantize(dtype)).t()
 
     def rounding(self) -> LinearWeight:
         """The weight as this iteration has it."""
-        w = self.weight
+        w = self.canonical()
         return w if self.iteration is None or isinstance(w, DenseWeight) else w.rounding(self.iteration)
 
     def drop_dense(self) -> None:

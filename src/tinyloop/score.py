@@ -237,7 +237,7 @@ class _Run:
                 self.model.prepare(tokens.shape[1])
             count = end - self.next
             hidden = self.model.hidden(tokens, loops=s.loops)[0, -1 - count : -1]
-            losses = self.model.losses(hidden, tokens[0, -count:]).numpy()
+            losses = self.model.losses(hidden, tokens[0, -count:]).cpu().numpy()
         if not np.isfinite(losses).all():
             raise NumericalError(
                 f"window {self.windows}, tokens {begin} to {end - 1}: a loss is NaN or infinite, so there is no score; "

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import layers
-from ..layers import Attention
+from ..layers import Attention, Places
 from . import attention as attention_kernels
 from . import kernels, simd
 from .team import run, threads
@@ -45,17 +45,17 @@ def attention(
     qkv: Tensor,
     spec: Attention,
     rope: tuple[Tensor, Tensor],
-    positions: Tensor,
+    places: Places,
     slot: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """As `layers.attention`; head_dim a multiple of 64, otherwise torch's."""
     B, T, _ = qkv.shape
     if qkv.dtype != torch.bfloat16 or spec.head_dim % attention_kernels.KEY_TILE:
-        return layers.attention(qkv, spec, rope, positions, slot)
+        return layers.attention(qkv, spec, rope, places, slot)
     qkv = qkv.contiguous()
     out = torch.empty(B, T, spec.heads * spec.head_dim, dtype=torch.bfloat16)
     for b in range(B):
-        start = int(positions[b, 0]) if slot else 0
+        start = places.first[b] if slot else 0
         shape = (spec.kv_heads, T, spec.head_dim)
         k, v = (s[b] for s in slot) if slot else (torch.empty(shape, dtype=qkv.dtype) for _ in range(2))
         given = attention_kernels.Given(

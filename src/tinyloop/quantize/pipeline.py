@@ -25,6 +25,7 @@ from ..checkpoint import Checkpoint
 from ..config import ModelConfig, Segment
 from ..errors import InputError
 from ..interrupt import uninterrupted
+from ..layers import Places
 from ..model import Model
 from ..ops import quant_gemm
 from ..pack import PackedWeight, pack
@@ -143,8 +144,8 @@ class _Run:
         self.watched: dict[int, Tensor] = {}  # id of a packed weight → H of its inputs
         self.model = Model(checkpoint, linear=self._watch, budget=1 << 62, cross_iter_round=True)
         self.x = [self.model.embed(row[None]) for row in tokens]  # fp32 [1, T, D] each
-        positions = torch.arange(tokens.shape[1])[None]
-        self.rope, self.positions = self.model.rope(positions), positions
+        self.places = Places([0], tokens.shape[1])
+        self.rope = self.model.rope(self.places.positions)
         self.made: dict[str, LinearWeight] = {}
         self.reports: list[LayerReport] = []
 
@@ -214,7 +215,7 @@ class _Run:
         qkv = m._apply(h, f"{at}.attn_qkv", iteration)
         if stage == 0:
             return
-        h = m._ops.attention(qkv, m._attention[layer], self.rope, self.positions, None)
+        h = m._ops.attention(qkv, m._attention[layer], self.rope, self.places, None)
         y = m._apply(h, f"{at}.attn_out", iteration)
         if stage == 1:
             return
