@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tinyloop as tl
-from helpers import random_dense_weight, random_quant_weight
+from helpers import random_dense_weight, random_quant_weight, tiny_checkpoint
 from tinyloop import marlin
 from tinyloop.errors import InputError
 from tinyloop.marlin import MarlinWeight
+from tinyloop.model import Model
+from tinyloop.pack import PackedWeight
 from tinyloop.reference import dequantize64
 
 Tensor = torch.Tensor
@@ -285,6 +287,63 @@ def test_refusals() -> None:
         MarlinWeight.of(random_quant_weight(64, 64, 32, seed=0, bits=8))
     for w in (random_quant_weight(96, 64, 96, seed=0), random_quant_weight(100, 1, 32, seed=0)):
         assert marlin.refusal(w) is None
+
+
+@pytest.mark.parametrize(("K", "N", "G"), [(256, 128, 64), (300, 70, 32), (129, 64, 129), (130, 1, 128)])
+def test_bytes_are_foreseen(K: int, N: int, G: int) -> None:
+    exact = random_quant_weight(K, N, G, seed=0)
+    halves = tl.QuantWeight.from_codes(exact.codes(), exact.scale.half(), exact.zero.half(), G)
+    for w in (exact, halves):
+        assert marlin.packed_bytes(w) == MarlinWeight.of(w).nbytes
+
+
+def test_report_of_a_model_on_a_cpu() -> None:
+    """It foresees what a GPU would hold, and makes nothing. At group 64, K = 96 is a group and a half."""
+    model = Model(tiny_checkpoint(tied=False, group=64), torch.float32)
+    eight = random_quant_weight(64, 128, 32, seed=0, bits=8)
+    odd = random_quant_weight(64, 96, 48, seed=0)
+    model.weights |= {"layers.0.attn_qkv": PackedWeight(eight), "layers.1.mlp_up": PackedWeight(odd)}
+    model.weights["layers.2.mlp_up"] = PackedWeight(odd)
+    report = tl.pack_model_for_marlin(model)
+    assert report.device is None
+    assert report.packed.keys() | report.refused.keys() == model.weights.keys()
+    made = {name: MarlinWeight.of(model.weights[name].weight) for name in report.packed}  # type: ignore[arg-type]
+    assert report.packed == {name: m.nbytes for name, m in made.items()}
+    assert report.overhead == sum(m.overhead for m in made.values())
+    assert not any(w.layouts for w in model.weights.values())
+    printed = str(report).splitlines()
+    assert printed[0].startswith(f"{len(made)} weights would be packed on a GPU: 0.1 MB, +0.1 MB beside the canonical")
+    assert printed[1:] == [
+        "embed not packed: its rows are looked up, never multiplied",
+        "layers.0.attn_qkv not packed: codes have 8 bits; the device format holds 4-bit codes",
+        f"layers.1.mlp_up and 1 more not packed: {marlin.refusal(odd)}",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_report_of_a_model_on_a_gpu(dtype: torch.dtype) -> None:
+    model = Model(tiny_checkpoint(), dtype, device="cuda")
+    report = tl.pack_model_for_marlin(model)
+    assert report.device == str(model.device)
+    if dtype == torch.float32:
+        assert not report.packed
+        assert all("activations are float32" in reason for reason in report.refused.values())
+        return
+    assert not report.refused
+    assert report.packed == {name: w.layouts["device format"] for name, w in model.weights.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "N", "G"), [(256, 128, 64), (4100, 3000, 128), (300, 70, 300)])
+def test_packing_on_a_gpu_is_the_same(K: int, N: int, G: int) -> None:
+    w = random_quant_weight(K, N, G, seed=0)
+    here = MarlinWeight.of(w)
+    for there in (MarlinWeight.of(w, "cuda"), MarlinWeight.of(w.to("cuda"))):
+        for a, b in zip((here.B, here.S, here.delta), (there.B, there.S, there.delta), strict=True):
+            assert b.is_cuda
+            assert torch.equal(a, b.cpu())
+        assert torch.equal(there.unpack()[0].cpu(), w.codes())
 
 
 MEMORY = """

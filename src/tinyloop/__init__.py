@@ -22,10 +22,12 @@ from .linear import QuantEmbedding, QuantLinear
 from .loading import import_model, load
 from .marlin import (
     MarlinWeight,
+    PackReport,
     marlin_pack_asymmetric,
     marlin_pack_symmetric,
     marlin_unpack_asymmetric,
     marlin_unpack_symmetric,
+    pack_model_for_marlin,
 )
 from .model import KVCache, Model
 from .ops import quant_gemm
@@ -53,6 +55,7 @@ __all__ = [
     "ModelConfig",
     "NumericalError",
     "Options",
+    "PackReport",
     "PackedWeight",
     "Plan",
     "Problem",
@@ -79,6 +82,7 @@ __all__ = [
     "marlin_unpack_asymmetric",
     "marlin_unpack_symmetric",
     "pack",
+    "pack_model_for_marlin",
     "plan",
     "quant_gemm",
     "quantize",

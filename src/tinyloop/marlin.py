@@ -20,14 +20,18 @@ The format is symmetric, W_sym = (q − 8)·scale; `delta` = zero + 8·scale is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from .errors import InputError
 from .weight import LinearWeight, QuantWeight, pack_nibbles
+
+if TYPE_CHECKING:
+    from .model import Model
 
 Tensor = torch.Tensor
 ONE_GROUP = -1
@@ -36,11 +40,13 @@ ONE_GROUP = -1
 _K_STEP, _N_STEP = 128, 64
 _GROUP_STEP = 32
 _SLAB = 1 << 18  # bytes, of two codes each, packed at a time: as fast as 4 MB, and small beside a weight
+_SLAB_CUDA = 1 << 23  # a GPU wants more at a time
 
 
 @dataclass(frozen=True)
 class MarlinWeight:
-    """A `QuantWeight` in device order. K and N are the true sizes, `group_size` is −1 where one group spans K.
+    """A `QuantWeight` in device order. K and N are the true sizes, `group_size` is −1 where one group spans K. Rows are
+    the weight's stored ones: where it has a `perm`, its product is that of `x[..., perm]`.
 
     S is fp16 where that is exact for every scale, else fp32. S and delta have a row for every group of the padded K,
     so those from `groups` on are 0; B's padding is code 8, so that padded rows and columns of W_sym are 0. delta is not
@@ -89,15 +95,82 @@ class MarlinWeight:
         group = marlin_group_size(weight.group_size, weight.K)
         B = _pack(lambda i, end: weight.packed[i:end].to(device), weight.K, weight.N, device)
         scale, zero = weight.scale.to(device), weight.zero.to(device)
-        exact = all(torch.equal(part.half().to(part.dtype), part) for part in _slabs(scale))
-        S = _permuted(Tensor.half if exact else Tensor.float, weight.K, group, scale)
+        S = _permuted(Tensor.half if _halves(weight.scale) else Tensor.float, weight.K, group, scale)
         delta = _permuted(_delta, weight.K, group, scale, zero)
-        size = weight.packed.nbytes + weight.scale.nbytes + weight.zero.nbytes
-        return cls(B, S, delta, weight.K, weight.N, group, size)
+        return cls(B, S, delta, weight.K, weight.N, group, _canonical_bytes(weight))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:  # uint8 [K, N], S's dtype [groups, N], fp32 [groups, N]
         """(q, scale, zero) in canonical order; zero = delta − 8·scale, as exact as delta is."""
         return marlin_unpack_asymmetric(self.B, self.S, self.delta, self.group_size, self.K, self.N)
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What packing a model in device order gives; prints. `device` is None where it is only foreseen: a model on a CPU
+    reads other layouts.
+    """
+
+    device: str | None
+    packed: Mapping[str, int]  # weight → bytes in device order
+    canonical: int  # bytes of codes, scale and zero of the packed weights
+    refused: Mapping[str, str]  # weight → why it is not packed
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.packed.values())
+
+    @property
+    def overhead(self) -> int:
+        """Bytes beyond those of the canonical form."""
+        return self.nbytes - self.canonical
+
+    def __str__(self) -> str:
+        where = "would be packed on a GPU" if self.device is None else f"packed on {self.device}"
+        more = f"{self.overhead / 1e6:+.1f} MB beside the canonical {self.canonical / 1e6:.1f} MB"
+        lines = [f"{len(self.packed)} weights {where}: {self.nbytes / 1e6:.1f} MB, {more}"]
+        for reason in dict.fromkeys(self.refused.values()):
+            first, *others = (name for name, why in self.refused.items() if why == reason)
+            lines.append(f"{first}{f' and {len(others)} more' if others else ''} not packed: {reason}")
+        return "\n".join(lines)
+
+
+def pack_model_for_marlin(model: Model) -> PackReport:
+    """Pack every weight that the tensor-core kernels can read and say which, how large, and why not the others.
+
+    A model on a GPU is packed at once (`tinyloop.load` has done so already); for one on a CPU nothing is made, and the
+    report says what a GPU would hold.
+    """
+    packed: dict[str, int] = {}
+    canonical, refused = 0, {}
+    for name, w in model.weights.items():
+        if (reason := _model_refusal(model, name)) is not None:
+            refused[name] = reason
+            continue
+        weight = w.weight
+        assert isinstance(weight, QuantWeight)
+        packed[name] = packed_bytes(weight) if model.device.type == "cpu" else w.marlin().nbytes
+        canonical += _canonical_bytes(weight)
+    return PackReport(None if model.device.type == "cpu" else str(model.device), packed, canonical, refused)
+
+
+def _model_refusal(model: Model, name: str) -> str | None:
+    from .dispatch import chip
+    from .dispatch_cuda import int4_refusal
+    from .ops import problem
+
+    if name == "embed" and not model.config.tie_word_embeddings:
+        return "its rows are looked up, never multiplied"
+    w = model.weights[name]
+    if model.device.type == "cpu":
+        return w.unpackable
+    return int4_refusal(problem(w, 1, model.dtype), chip(model.device))
+
+
+def packed_bytes(weight: QuantWeight) -> int:
+    """Bytes of `MarlinWeight.of(weight)`, from the shapes and a look at the scales."""
+    Kp, Np = _up(weight.K, _K_STEP), _up(weight.N, _N_STEP)
+    rows = _groups(Kp, marlin_group_size(weight.group_size, weight.K))
+    return Kp * Np // 2 + rows * Np * ((2 if _halves(weight.scale) else 4) + 4)
 
 
 def refusal(weight: LinearWeight) -> str | None:
@@ -188,7 +261,7 @@ def _pack(pairs: Callable[[int, int], Tensor], K: int, N: int, device: torch.dev
     """B from `pairs(i, end)`, canonical bytes uint8 [≤ end − i, N]: extra memory is a few slabs."""
     Kp, Np = _up(K, _K_STEP), _up(N, _N_STEP)
     B = torch.empty(Kp // 16, 2 * Np, dtype=torch.int32, device=device)
-    step = max(1, _SLAB // (8 * Np))
+    step = max(1, (_SLAB_CUDA if B.is_cuda else _SLAB) // (8 * Np))
     for tile in range(0, Kp // 16, step):
         end = min(Kp // 16, tile + step)
         B[tile:end] = _words(_with_padding(pairs(8 * tile, 8 * end), 8 * tile, 8 * end, K, Np))
@@ -321,6 +394,15 @@ def _lost(scale: Tensor) -> Tensor:  # bool
 
 def _delta(scale: Tensor, zero: Tensor) -> Tensor:  # → fp32, rounded once: 8·scale is exact
     return torch.add(zero.float(), scale.float(), alpha=8)
+
+
+def _halves(scale: Tensor) -> bool:
+    """Whether fp16 holds every scale exactly."""
+    return all(torch.equal(part.half().to(part.dtype), part) for part in _slabs(scale))
+
+
+def _canonical_bytes(weight: QuantWeight) -> int:
+    return weight.packed.nbytes + weight.scale.nbytes + weight.zero.nbytes
 
 
 def _not_finite(parts: Iterable[Tensor]) -> int:
