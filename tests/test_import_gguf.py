@@ -89,6 +89,12 @@ def quantised(values: np.ndarray, kind: str) -> Quantised:
     if kind == "F16":
         return values.astype(np.float16), None
     qtype = gguf.GGMLQuantizationType[kind]
+    if kind == "Q4_K":  # the package reads this type only: random blocks, of which every one is valid
+        rng = np.random.default_rng(len(values))
+        blocks = rng.integers(0, 256, (len(values), values.shape[1] // 256, 144), dtype=np.uint8)
+        d = rng.uniform(0.001, 0.002, (*blocks.shape[:2], 2)).astype(np.float16)
+        blocks[..., :4] = d.view(np.uint8)
+        return blocks.reshape(len(values), -1), qtype
     return gguf.quants.quantize(values, qtype), qtype
 
 
@@ -154,6 +160,42 @@ def test_every_weight_equals_dequantize(tmp_path: Path, kind: str) -> None:
         assert isinstance(table, QuantWeight) == (kind == "Q8_0")
         counted = {"Q8_0": "14 tensors of type Q8_0", "Q5_1": "15 tensors of type Q5_1"}.get(kind)
         assert any(counted in note for note in checkpoint.notes) if counted else len(checkpoint.notes) == 1
+
+
+def test_two_levels_of_scales_stay_codes() -> None:
+    """Q4_K against the package's own dequantiser; d·s needs up to 17 bits, so parameters are fp32."""
+    from tinyloop.importers.gguf import _affine
+
+    data, kind = quantised(np.empty((96, 768), np.float32), "Q4_K")
+    w = _affine(data, "Q4_K", None)
+    assert (w.K, w.N, w.group_size, w.bits, w.integer_zero) == (768, 96, 32, 4, False)
+    assert w.scale.dtype == torch.float32
+    assert torch.equal(w.dequantize(), torch.from_numpy(gguf.dequantize(data, kind)).t())
+
+
+def test_q4_k_in_a_file(tmp_path: Path) -> None:
+    """Blocks of 256 along K, so a model with a hidden size of 256; rows of q and k are put in order as codes."""
+    rng = np.random.default_rng(0)
+    norm = (np.ones(256, np.float32), None)
+    shapes = {"token_embd": (V, 256)} | {f"blk.0.{n}": (N * 256 // D, 256) for n, (N, _) in SHAPES.items()}
+    shapes["blk.0.ffn_up"] = shapes["blk.0.ffn_gate"] = (512, 256)
+    shapes["blk.0.ffn_down"] = (256, 512)
+    tensors = {f"{n}.weight": quantised(rng.normal(0, 1, s).astype(np.float32), "Q4_K") for n, s in shapes.items()}
+    tensors |= {f"{n}.weight": norm for n in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")}
+
+    def fields(writer: Any) -> None:
+        for key, value in (("block_count", 1), ("embedding_length", 256), ("feed_forward_length", 512)):
+            writer.kv_data[0][f"llama.{key}"].value = value
+
+    checkpoint = import_model(write(tmp_path / "m.gguf", tensors, fields))
+    assert all(isinstance(w, QuantWeight) for w in checkpoint.weights.values())
+    for ours, theirs in OURS.items():
+        W = torch.from_numpy(gguf.dequantize(*tensors[f"blk.0.{ours}.weight"])).t()
+        assert torch.equal(checkpoint.weights[f"layers.0.{theirs}"].dequantize(), W)
+    data, kind = tensors["blk.0.attn_q.weight"]
+    order = [h * 64 + 2 * i + half for h in range(HEADS) for half in (0, 1) for i in range(32)]
+    W = torch.from_numpy(gguf.dequantize(data, kind)[order]).t()
+    assert torch.equal(checkpoint.weights["layers.0.attn_qkv"].dequantize()[:, :256], W)
 
 
 def test_tables_of_eight_bits_stay_eight_bits(tmp_path: Path) -> None:

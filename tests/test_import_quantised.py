@@ -131,6 +131,40 @@ def test_mlx_is_our_formula() -> None:
     assert torch.equal(w.zero, tensors[f"{DOWN}.biases"].t())
 
 
+@pytest.mark.parametrize("group", [128, -1])
+def test_marlins_order(tmp_path: Path, group: int) -> None:
+    """Packed by `marlin_pack_symmetric`, which test_marlin_pack.py compares with the published format."""
+    from tinyloop.marlin import marlin_pack_symmetric
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "vocab_size": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+             "tie_word_embeddings": True, "model_type": "llama", "hidden_act": "silu"}  # fmt: skip
+    g = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(8, 256, generator=g), "model.norm.weight": torch.ones(256)}
+    tensors |= {f"{LAYER}{n}_layernorm.weight": torch.ones(256) for n in ("input", "post_attention")}
+    codes: dict[str, tuple[Tensor, Tensor]] = {}
+    for module in made.linears():
+        q = torch.randint(0, 16, (256, 256), generator=g, dtype=torch.uint8)
+        scale = (torch.rand(1 if group == -1 else 2, 256, generator=g) + 0.5).half()
+        codes[module] = q, scale
+        tensors[f"{module}.B"], tensors[f"{module}.s"] = marlin_pack_symmetric(q, scale, group)
+        tensors[f"{module}.workspace"] = torch.zeros(4, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": 4, "group_size": group}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"quantization_config": settings}))
+    checkpoint = import_model(tmp_path)
+    for ours, theirs in PARTS.items():
+        w = checkpoint.weights[f"layers.0.{ours}"]
+        assert isinstance(w, QuantWeight)
+        assert torch.equal(w.codes(), torch.cat([codes[LAYER + name][0] for name in theirs], dim=1))
+        assert torch.equal(w.scale, torch.cat([codes[LAYER + name][1] for name in theirs], dim=1))
+        assert torch.equal(w.zero, -8 * w.scale)
+    save_file(tensors | {f"{Q}.s": tensors[f"{Q}.s"][:, :128].clone()}, tmp_path / "model.safetensors")
+    refused(tmp_path, FormatError, r"q_proj\.s is torch\.float16 .* needs float16")
+    save_file(tensors | {f"{Q}.B": tensors[f"{Q}.B"][:, :100].clone()}, tmp_path / "model.safetensors")
+    refused(tmp_path, FormatError, r"q_proj\.B has shape \[16, 100\]; it needs \[a multiple of 8, a multiple of 128\]")
+
+
 def test_test_vectors_of_the_formats() -> None:
     """Eight codes 0 … 7 along the packed axis are the word 76543210₁₆; AWQ's columns 0 … 7 are 75316420₁₆."""
     from tinyloop.importers import awq, parts

@@ -67,6 +67,8 @@ def quant_swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight) -> Tensor:  # 
 def _one_launch(x: Tensor, gate: PackedWeight, up: PackedWeight) -> bool:
     if not x.device == gate.device == up.device or x.shape[-1] != gate.weight.K or not x.numel():
         return False
+    if gate.perm is not None or up.perm is not None:  # an order of x for each
+        return False
     M = x.numel() // x.shape[-1]
     if any(plan(problem(w, M, x.dtype)).kernel != "tensor_core" for w in (gate, up)):
         return False

@@ -16,6 +16,7 @@ from .awq import open_awq
 from .compressed_tensors import open_compressed
 from .gptq import open_gptq
 from .hf_tokenizer import read_json
+from .marlin_folder import open_marlin
 from .mlx import open_mlx
 from .parts import Part, Remarks
 from .shards import Shards
@@ -44,6 +45,7 @@ FORMATS = (
         "compressed-tensors", "compressed-tensors pack-quantized of 4 bits", ("compressed-tensors",), "weight_packed",
         open_compressed,
     ),
+    Format("marlin", "GPTQ of 4 bits in Marlin's order", ("marlin",), "B", open_marlin),
     Format("mlx", "MLX affine of 4 bits", ("mlx",), "weight", open_mlx),
 )  # fmt: skip
 
@@ -88,6 +90,10 @@ def _recognised(values: Values, place: str) -> Format:
         bits = values.get("bits", values.get("w_bit", values.get("wbits")))
         mlx = place.endswith(": quantization") or "mode" in values
         method = "mlx" if mlx else "awq" if "zero_point" in values else "gptq" if bits is not None else None
+    if method == "gptq" and (
+        values.get("is_marlin_format") or "marlin" in (values.get("checkpoint_format"), values.get("format"))
+    ):
+        method = "marlin"
     for row in FORMATS:
         if isinstance(method, str) and method.lower() in row.methods:
             return row

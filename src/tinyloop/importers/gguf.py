@@ -4,6 +4,7 @@ In: the file, through the optional package `gguf`. Out: every weight with the va
 
     Q4_1   d·q + m        our form: scale = d, zero = m, G = 32
     Q4_0   d·(q − 8)      scale = d, zero = −8·d
+    Q4_K   d·s·q − e·m    scale = d·s, zero = −e·m in fp32, since s and m add six bits to fp16; G = 32
     Q8_0   d·q            eight-bit codes q + 128, zero = −128·d, in the embedding and the head; elsewhere dense
     other                 dense: fp16 or bf16 as stored, else fp32 (fp16 where that is exact)
 
@@ -35,7 +36,7 @@ Tensor = torch.Tensor
 
 # type → bytes of a block of 32 weights, bytes before its codes.
 _BLOCKS = {"Q4_0": (18, 2), "Q4_1": (20, 4), "Q8_0": (34, 2)}
-_QUANTISED = {"linear": ("Q4_0", "Q4_1"), "table": ("Q4_0", "Q4_1", "Q8_0")}
+_QUANTISED = {"linear": ("Q4_0", "Q4_1", "Q4_K"), "table": ("Q4_0", "Q4_1", "Q4_K", "Q8_0")}
 _LINEARS = {  # ours → theirs, within a block
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "attn_out": ("attn_output",),
@@ -179,6 +180,8 @@ def _check_rows(file: _File, config: ModelConfig, part: _Part) -> None:
 
 
 def _affine(rows: Array, kind: str, bias: Tensor | None) -> QuantWeight:  # uint8 [N, blocks · bytes]
+    if kind == "Q4_K":
+        return _two_levels(rows, bias)
     size, head = _BLOCKS[kind]
     blocks = rows.reshape(len(rows), -1, size)
     d = _halves(blocks[..., :2])
@@ -191,11 +194,34 @@ def _affine(rows: Array, kind: str, bias: Tensor | None) -> QuantWeight:  # uint
     return QuantWeight.from_codes(q, d, d.float() * -8, 32, bias=bias, integer_zero=True)
 
 
+def _two_levels(rows: Array, bias: Tensor | None) -> QuantWeight:  # uint8 [N, blocks · 144]
+    """Q4_K: eight groups of 32 share a block. Bytes: d, e (fp16); twelve of 6-bit s and m; four chunks of 32 bytes, of
+    which chunk c has group 2c in its low nibbles and 2c + 1 in the high ones.
+
+        byte j of the twelve, j = 0 … 3        s[4+j] bits 5, 4 │ s[j]
+        byte 4 + j                             m[4+j] bits 5, 4 │ m[j]
+        byte 8 + j                             m[4+j] bits 3 … 0 │ s[4+j] bits 3 … 0
+    """
+    blocks = rows.reshape(len(rows), -1, 144)
+    a, b, c = (blocks[..., i : i + 4] for i in (4, 8, 12))
+    s = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=-1)
+    m = np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=-1)
+    scale, offset = (
+        torch.from_numpy(
+            (blocks[..., i : i + 2].copy().view(np.float16).astype(np.float32) * six).reshape(len(rows), -1)
+        )
+        for i, six in ((0, s), (2, m))
+    )
+    chunks = blocks[..., 16:].reshape(len(rows), -1, 4, 1, 32)
+    q = _along_k(np.concatenate((chunks & 15, chunks >> 4), axis=3))
+    return QuantWeight.from_codes(q, scale.t().contiguous(), -offset.t().contiguous(), 32, bias=bias)
+
+
 def _halves(field: Array) -> Tensor:  # uint8 [N, blocks, 2] → fp16 [blocks, N]
     return torch.from_numpy(np.ascontiguousarray(field).view(np.float16)[..., 0]).t().contiguous()
 
 
-def _along_k(codes: Array) -> Tensor:  # uint8 [N, blocks, 32] → uint8 [K, N]
+def _along_k(codes: Array) -> Tensor:  # uint8 [N, blocks, …, 32] → uint8 [K, N]
     return torch.from_numpy(codes.reshape(len(codes), -1)).t().contiguous()
 
 

@@ -53,11 +53,6 @@ def open_gptq(values: Mapping[str, Any], shards: Shards, remarks: Remarks) -> Ca
 
 def _settings(values: Mapping[str, Any], shards: Shards) -> _Settings:
     kind = str(values.get("checkpoint_format", values.get("format", "gptq")))
-    if kind == "marlin" or values.get("is_marlin_format"):
-        raise UnsupportedError(
-            "the checkpoint has its codes in Marlin's order (checkpoint_format=marlin), which is not read; load the "
-            "GPTQ checkpoint that it was made from"
-        )
     if kind not in ("gptq", "gptq_v2"):
         raise UnsupportedError(f"checkpoint_format={kind!r} is not read; of GPTQ, read are gptq and gptq_v2")
     bits = values.get("bits", values.get("w_bit", values.get("wbits")))

@@ -22,7 +22,7 @@ from ..weight import DenseWeight, LinearWeight
 from .formats import open_format
 from .hf_config import biased, model_config
 from .hf_tokenizer import read_json, read_tokenizer
-from .parts import Part, Remarks, on_meta, stackable, stacked, stacked_codes
+from .parts import Part, Remarks, stackable, stacked, stacked_codes
 from .shards import FLOATS, Shards, open_shards
 
 Tensor = torch.Tensor
@@ -130,7 +130,7 @@ def _linear(source: _Source, modules: tuple[str, ...]) -> tuple[LinearWeight, Ca
 
     K, N = quantised[0].K, sum(part.N for part in quantised)
     unread = torch.empty(-(-K // 2), N, dtype=torch.uint8, device="meta")
-    return on_meta(stacked(quantised, parameters, unread, bias)), make
+    return stacked(quantised, parameters, unread, bias).to("meta"), make
 
 
 def _shape(source: _Source, module: str, part: Part | None) -> list[int]:

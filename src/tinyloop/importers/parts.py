@@ -6,7 +6,6 @@ A format's module says what a linear is (`Part`) from headers alone; its paramet
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import FormatError
-from ..weight import LinearWeight, QuantWeight, narrow, pack_nibbles
+from ..weight import QuantWeight, narrow, pack_nibbles
 
 Tensor = torch.Tensor
 
@@ -100,12 +99,6 @@ def stacked(
 def stacked_codes(parts: Sequence[Part], perm: Tensor | None) -> Tensor:  # uint8 [⌈K/2⌉, N]
     packed = torch.cat([part.codes() for part in parts], dim=1) if len(parts) > 1 else parts[0].codes()
     return packed if perm is None else _reordered(packed, perm)
-
-
-def on_meta(w: LinearWeight) -> LinearWeight:
-    """The weight without its numbers."""
-    tensors = {k: v.to("meta") for k, v in vars(w).items() if isinstance(v, Tensor)}
-    return dataclasses.replace(w, **tensors)  # type: ignore[arg-type]
 
 
 def _finer(p: Parameters, part: Part, G: int) -> tuple[Tensor, Tensor]:
