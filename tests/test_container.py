@@ -211,14 +211,14 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 from helpers import tiny_checkpoint
 from tinyloop import container
-whole, left = container._bytes, [3]
+whole, left = container.octets, [3]
 def dies(t):  # in the middle of the tensors, some of them on the disk
     if sys._getframe(1).f_code.co_name == "_save":
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
     return whole(t)
-container._bytes = dies
+container.octets = dies
 container.write(tiny_checkpoint(seed=2), sys.argv[1], overwrite=True)
 """
 

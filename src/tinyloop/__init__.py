@@ -19,7 +19,7 @@ from .errors import FormatError, InputError, NumericalError, TinyLoopError, Unsu
 from .explain import Explanation, explain
 from .generate import Chat, Generation, Options, generate_batch
 from .linear import QuantEmbedding, QuantLinear
-from .loading import import_model, load
+from .loading import export, import_model, load
 from .marlin import (
     MarlinWeight,
     PackReport,
@@ -72,6 +72,7 @@ __all__ = [
     "TinyLoopError",
     "UnsupportedError",
     "explain",
+    "export",
     "generate_batch",
     "gptq_quantize",
     "import_model",

@@ -91,6 +91,32 @@ def import_(
         print(f"  {note}")
 
 
+@app.command()
+def export(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="A .tinyloop file, or what can be imported.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The Hugging Face folder to write.")],
+    format: Annotated[str, typer.Option(help="gptq_v2, compressed-tensors, fp16 or bf16.")] = "gptq_v2",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite DST.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model as a folder that other software reads.
+
+    gptq_v2 and compressed-tensors keep every code, and need integer zero points; fp16 and bf16 round every weight.
+
+    \b
+    tinyloop export smol.tinyloop smol-bf16 --format bf16
+    tinyloop export qwen.tinyloop qwen-gptq --format gptq_v2 --force
+    """
+    from .loading import export as exported
+
+    started = time.perf_counter()
+    with bar("exporting") as update:
+        exported(src, dst, format, overwrite=force, progress=update)
+    size = sum(file.stat().st_size for file in dst.iterdir())
+    result = {"path": str(dst), "format": format, "bytes": size, "seconds": round(time.perf_counter() - started, 3)}
+    print(json.dumps(result) if as_json else f"{dst}: {size:,} bytes in {result['seconds']:.1f} s")
+
+
 app.command()(cli_quantize.quantize)
 
 

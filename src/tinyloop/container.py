@@ -26,6 +26,7 @@ from .channel import PER_BYTE
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import FormatError, InputError
+from .safefile import header_bytes, octets, places
 from .tokenizer import TokenizerData
 from .weight import DenseWeight, LinearWeight, QuantWeight
 
@@ -219,17 +220,19 @@ def _metadata(checkpoint: Checkpoint, checksums: Mapping[str, str]) -> dict[str,
 def _save(path: Path, checkpoint: Checkpoint, progress: Progress | None) -> None:
     others = _others(checkpoint)
     outline = others | dict(t for name, w in checkpoint.outlines.items() for t in _tensors(name, w))
-    places, size = _places(outline)
+    for name, t in outline.items():
+        _dtype_name(name, t)
+    entries, size = places(outline)
     checksums = dict.fromkeys(outline, "0" * 64)
     # A checksum is as long as its stand-in, so the header's length is known before the first tensor is.
-    base = len(_header_bytes(_metadata(checkpoint, checksums), places))
+    base = len(header_bytes(_metadata(checkpoint, checksums), entries))
     done = 0
     with open(path, "wb") as f:
         for name, t in _stream(checkpoint, others):
-            place, dtype = places[name], _dtype_name(name, t)
+            place, dtype = entries[name], _dtype_name(name, t)
             if (dtype, list(t.shape)) != (place["dtype"], place["shape"]):
                 raise FormatError(f"{name} is {dtype} {list(t.shape)}, announced was {place['dtype']} {place['shape']}")
-            data = _bytes(t)
+            data = octets(t)
             checksums[name] = _digest(dtype, place["shape"], [data])
             f.seek(base + place["data_offsets"][0])
             f.write(data)
@@ -238,7 +241,7 @@ def _save(path: Path, checkpoint: Checkpoint, progress: Progress | None) -> None
             if progress:
                 progress(done, size)
         f.seek(0)
-        f.write(_header_bytes(_metadata(checkpoint, checksums), places))
+        f.write(header_bytes(_metadata(checkpoint, checksums), entries))
         f.flush()
         os.fsync(f.fileno())
 
@@ -251,29 +254,6 @@ def _stream(checkpoint: Checkpoint, others: Mapping[str, torch.Tensor]) -> Itera
         yield from _tensors(name, w)
         del w
     yield from others.items()
-
-
-def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], int]:
-    """Header entries and the bytes of all tensors. Large elements first, so that every tensor lies at a multiple of
-    its element size without gaps."""
-    places: dict[str, Any] = {}
-    begin = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        t = tensors[name]
-        end = begin + t.nbytes
-        places[name] = {"dtype": _dtype_name(name, t), "shape": list(t.shape), "data_offsets": [begin, end]}
-        begin = end
-    return places, begin
-
-
-def _header_bytes(metadata: dict[str, str], places: dict[str, Any]) -> bytes:
-    text = json.dumps({"__metadata__": metadata, **places}, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(t: torch.Tensor) -> memoryview:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _dtype_name(name: str, t: torch.Tensor) -> str:

@@ -1,9 +1,10 @@
-"""From a path to a runnable model, and from a foreign checkpoint to ours: the two ways in."""
+"""From a path to a runnable model, from a foreign checkpoint to ours, and from ours to a foreign one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -47,3 +48,16 @@ def import_model(path: str | os.PathLike[str], progress: Callable[[int, int], No
     from .importers import import_model as read
 
     return read(path, progress=progress)
+
+
+def export(
+    source: Checkpoint | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    format: str = "gptq_v2",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """A model, or the path of one, as a Hugging Face folder that other software reads; see `tinyloop.exporters`."""
+    from .exporters import export as write
+
+    return write(source, folder, format, overwrite, progress)

@@ -36,14 +36,14 @@ _PREFIXES = (
 # Buffers that old releases saved; all follow from the configuration.
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LINEARS = {  # ours → theirs, within a layer
+LINEARS = {  # ours → theirs, within a layer
     "attn_qkv": _QKV,
     "attn_out": ("self_attn.o_proj",),
     "mlp_gate": ("mlp.gate_proj",),
     "mlp_up": ("mlp.up_proj",),
     "mlp_down": ("mlp.down_proj",),
 }
-_NORMS = {
+NORMS = {
     "attn_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
@@ -92,7 +92,7 @@ def _modules(config: ModelConfig, decoder: str, head: str) -> dict[str, tuple[st
     for i in range(config.num_layers):
         names |= {
             f"layers.{i}.{ours}": tuple(f"{decoder}layers.{i}.{name}" for name in theirs)
-            for ours, theirs in _LINEARS.items()
+            for ours, theirs in LINEARS.items()
         }
     return names if config.tie_word_embeddings else names | {"head": (head.removesuffix("."),)}
 
@@ -222,7 +222,7 @@ def _norm_names(config: ModelConfig, decoder: str) -> dict[str, str]:
     for ours in config.norm_shapes():
         if ours != "final_norm":
             layer, _, name = ours.rpartition(".")
-            names[ours] = f"{decoder}{layer}.{_NORMS[name]}.weight"
+            names[ours] = f"{decoder}{layer}.{NORMS[name]}.weight"
     return names
 
 

@@ -98,7 +98,7 @@ def stacked(
 
 def stacked_codes(parts: Sequence[Part], perm: Tensor | None) -> Tensor:  # uint8 [⌈K/2⌉, N]
     packed = torch.cat([part.codes() for part in parts], dim=1) if len(parts) > 1 else parts[0].codes()
-    return packed if perm is None else _reordered(packed, perm)
+    return packed if perm is None else reordered(packed, perm)
 
 
 def _finer(p: Parameters, part: Part, G: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def _reordered(packed: Tensor, perm: Tensor) -> Tensor:  # uint8 [⌈K/2⌉, N] → the same in stored order
+def reordered(packed: Tensor, perm: Tensor) -> Tensor:  # uint8 [⌈K/2⌉, N] → the same in stored order
     """Row i of the result is the code of input perm[i]; by slabs, since unpacked codes take twice the memory."""
     K, N = len(perm), packed.shape[1]
     out = torch.empty_like(packed)
