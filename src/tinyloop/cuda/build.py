@@ -23,9 +23,7 @@ from ..errors import InputError
 log = logging.getLogger("tinyloop")
 CACHE_BYTES = 256 << 20
 Defines = Mapping[str, int]
-_importing = (
-    threading.RLock()
-)  # cuda.core renames its own modules while it is imported; a second thread sees half of it
+_importing = threading.RLock()  # while it is imported, cuda.core renames its modules: a second thread sees half of it
 
 
 @functools.cache
@@ -78,7 +76,10 @@ def compile_kernels(name: str, defines: Defines, for_arch: str, cache: Any = Non
 
     macros = [(k, str(int(v))) for k, v in sorted(defines.items())]
     options = ProgramOptions(name=f"{name}.cu", arch=for_arch, std="c++17", define_macro=macros or None)
-    return Program(source(name), code_type="c++", options=options).compile("cubin", logs=logs, cache=cache)
+    try:
+        return Program(source(name), code_type="c++", options=options).compile("cubin", logs=logs, cache=cache)
+    except Exception as e:  # cuda.core's type of error is private
+        raise RuntimeError(f"{name}.cu does not compile for {for_arch} with {dict(macros)}: {e}") from e
 
 
 @functools.cache
