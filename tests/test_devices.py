@@ -198,8 +198,9 @@ def path(tmp_path: Path) -> Path:
 
 def dense_product(x: Tensor, w: PackedWeight) -> Tensor:
     """The yardstick: the dequantised weight in x's dtype, through torch."""
-    y = x @ w.weight.dequantize(x.dtype)
-    return y if w.weight.bias is None else y + w.weight.bias.to(x.dtype)
+    weight = w.canonical()
+    y = x @ weight.dequantize(x.dtype)
+    return y if weight.bias is None else y + weight.bias.to(x.dtype)
 
 
 def tokens_of(n: int) -> Tensor:

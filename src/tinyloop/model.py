@@ -20,6 +20,7 @@ import torch
 from . import channel, devices, dispatch, layers
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .dispatch_cuda import int4_refusal
 from .errors import InputError
 from .ops import problem, quant_gemm, quant_swiglu
 from .pack import PackedWeight
@@ -130,7 +131,7 @@ class Model:
             codes = False
             if name != "embed" or self.config.tie_word_embeddings:  # an embedding alone is looked up, not multiplied
                 posed = problem(self.weight(name, 0 if (self.config.loops or 1) > 1 else None), 1, self.dtype)
-                codes = dispatch.plan(posed).kernel == "tensor_core"
+                codes = int4_refusal(posed, dispatch.chip(self.device)) is None
             if codes:
                 w.marlin()
             if not codes or name == "embed":
