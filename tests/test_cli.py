@@ -212,19 +212,25 @@ def test_broken_weights_end_with_an_error(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "said"),
     [
         (OSError(28, "No space left on device", "x.tinyloop"), "x.tinyloop: No space left on device"),
         (PermissionError(13, "Permission denied", "x"), "x: Permission denied"),
+        (
+            torch.OutOfMemoryError("a lot"),
+            "the GPU's memory is full; take a shorter window or fewer tokens, another --device, or cpu (a lot)",
+        ),
     ],
 )
-def test_system_errors_are_sentences(error: OSError, message: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_errors_are_sentences(
+    error: Exception, message: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
     monkeypatch.setattr("tinyloop.container.describe", fail)
     got = run("inspect", file)
-    assert (got.exit_code, got.stderr) == (1, f"tinyloop: {message}\n")
+    assert (got.exit_code, got.stderr) == (1, f"tinyloop: {said}\n")
     assert run("--debug", "inspect", file).exception is error
 
 

@@ -144,8 +144,8 @@ def test_a_model_elsewhere_holds_what_its_kernels_read(
     model = Model(tiny_checkpoint(tied=False), linear=empty_product, device="meta")
     calls: list[tuple[int, int]] = []
     model.pack(lambda done, total: calls.append((done, total)))
-    total = sum(w.weight.nbytes for w in model.weights.values())
-    assert calls[-1] == (total, total)
+    there = [sum(w.layouts.values()) + (w._canonical.nbytes if w._canonical else 0) for w in model.weights.values()]
+    assert calls[-1] == (sum(there), sum(there))
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
     model.prepare(1024)  # a matter of CPUs: derives nothing
     for name, w in model.weights.items():
@@ -163,13 +163,15 @@ def test_roundings_of_all_iterations_share_one_weight() -> None:
     assert "unpackable" in vars(first)
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_room_is_asked_for_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "resolve", torch.device)
-    monkeypatch.setattr(devices, "memory", lambda device: 1000)
-    with pytest.raises(InputError, match=r"the weights need .* MB; this machine has 0\.001 MB: take another GPU"):
-        Model(tiny_checkpoint(), device="meta")
-    model = Model(tiny_checkpoint(), torch.float32)
-    with pytest.raises(InputError, match=r"20 tokens in 5 KV slots need 0\.0256 MB; .*: take fewer tokens, rows or"):
+    monkeypatch.setattr(dispatch, "chip", lambda device: Chip("new", (8, 0), 100, 163 << 10, 1 << 34))
+    model = Model(tiny_checkpoint(), linear=empty_product, device="meta")
+    monkeypatch.setattr(devices, "memory", lambda device: 10_000)
+    with pytest.raises(InputError, match=r"the weights need .* MB; this machine has 0\.01 MB: take another GPU"):
+        model.pack()
+    assert not any(w.layouts or w._canonical for w in model.weights.values())
+    with pytest.raises(InputError, match=r"20 tokens in 5 KV slots need 0\.0128 MB; .*: take fewer tokens, rows or"):
         model.new_cache(2, 10)
 
 

@@ -22,9 +22,11 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .dispatch_cuda import int4_refusal
 from .errors import InputError
+from .marlin import packed_bytes
 from .ops import problem, quant_gemm, quant_swiglu
 from .pack import PackedWeight
 from .tokenizer import Tokenizer
+from .weight import QuantWeight
 
 if TYPE_CHECKING:
     from .generate import Prompt, Stream
@@ -80,8 +82,6 @@ class Model:
         self.config = checkpoint.config
         self.device = devices.resolve(device)
         self.dtype = devices.dtype_on(self.device, dtype)
-        if self.device.type != "cpu":
-            devices.check_room(self.device, checkpoint.nbytes, "the weights", "take another GPU, or run on the CPU")
         self.source = dict(checkpoint.source)
         self.tokenizer = None if checkpoint.tokenizer is None else Tokenizer(checkpoint.tokenizer)
         self.weights = {name: PackedWeight(w, device=self.device) for name, w in checkpoint.weights.items()}
@@ -124,21 +124,30 @@ class Model:
     def pack(self, progress: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: move weights there now in the form that products read, which else happens at the first product.
 
-        `progress(done, total)` counts canonical bytes.
+        `progress(done, total)` counts bytes on the GPU. Raises InputError, before anything moves, where they are more
+        than it has free.
         """
-        done, total = 0, sum(w.weight.nbytes for w in self.weights.values())
-        for name, w in self.weights.items():
-            codes = False
-            if name != "embed" or self.config.tie_word_embeddings:  # an embedding alone is looked up, not multiplied
-                posed = problem(self.weight(name, 0 if (self.config.loops or 1) > 1 else None), 1, self.dtype)
-                codes = int4_refusal(posed, dispatch.chip(self.device)) is None
+        sizes = {name: self._bytes_there(name) for name in self.weights}
+        done, total = 0, sum(sum(size) for size in sizes.values())
+        devices.check_room(self.device, total, "the weights", "take another GPU, or run on the CPU")
+        for name, (codes, canonical) in sizes.items():
             if codes:
-                w.marlin()
-            if not codes or name == "embed":
-                w.canonical()
-            done += w.weight.nbytes
+                self.weights[name].marlin()
+            if canonical:
+                self.weights[name].canonical()
+            done += codes + canonical
             if progress:
                 progress(done, total)
+
+    def _bytes_there(self, name: str) -> tuple[int, int]:
+        """What a weight takes on a GPU in device format and in canonical form: 0 for a form that nothing reads."""
+        w, codes = self.weights[name], 0
+        if name != "embed" or self.config.tie_word_embeddings:  # an embedding alone is looked up, not multiplied
+            posed = problem(self.weight(name, 0 if (self.config.loops or 1) > 1 else None), 1, self.dtype)
+            if int4_refusal(posed, dispatch.chip(self.device)) is None:
+                assert isinstance(w.weight, QuantWeight)
+                codes = packed_bytes(w.weight)
+        return codes, w.weight.nbytes if name == "embed" or not codes else 0
 
     def embed(self, tokens: Tensor) -> Tensor:  # int64 [...] → fp32 [..., D]
         return self.weights["embed"].canonical().columns(tokens).contiguous()

@@ -3,7 +3,8 @@
     0  done · 1  the user's mistake, a sentence on stderr · 2  wrong usage · 130  Ctrl-C · 141  the reader went away
 
 Results go to stdout, everything else to stderr. Bars appear only where stderr is a terminal. `--debug` lets errors
-through with their tracebacks; what is no `TinyLoopError` and no `OSError` always comes through, for it is a bug.
+through with their tracebacks; what is no `TinyLoopError`, no `OSError` and no lack of memory on a GPU always comes
+through, for it is a bug.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
@@ -51,7 +53,7 @@ class Guarded(TyperGroup):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
             ctx.exit(BROKEN_PIPE)
-        except (TinyLoopError, OSError) as error:
+        except (TinyLoopError, OSError, torch.OutOfMemoryError) as error:
             if ctx.params.get("debug"):
                 raise
             say(f"tinyloop: {describe(error)}")
@@ -60,6 +62,8 @@ class Guarded(TyperGroup):
 
 def describe(error: Exception) -> str:
     """An error as a sentence."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"the GPU's memory is full; take a shorter window or fewer tokens, another --device, or cpu ({error})"
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
