@@ -222,9 +222,7 @@ def test_broken_weights_end_with_an_error(tmp_path: Path, text: Path) -> None:
         ),
     ],
 )
-def test_system_errors_are_sentences(
-    error: Exception, message: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_errors_are_sentences(error: Exception, said: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
