@@ -449,8 +449,8 @@ def test_source_that_is_nan_is_refused_before_work(dense: tl.Checkpoint, tmp_pat
 
 
 def test_QNT_03_layer_without_calibration_is_named(dense: tl.Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = pipeline._add_outer
-    monkeypatch.setattr(pipeline, "_add_outer", lambda H, x: H.fill_(math.nan) if len(H) == 96 else real(H, x))
+    real = pipeline.add_outer
+    monkeypatch.setattr(pipeline, "add_outer", lambda H, x: H.fill_(math.nan) if len(H) == 96 else real(H, x))
     for r in quantize(dense, settings=WITH_EMBED, calibration=SHORT).report.layers:
         failed = r.name.endswith("mlp_down")
         assert (r.relative_loss is None) == failed
@@ -577,8 +577,8 @@ def test_command_adds_a_channel_to_the_loop_and_measures_with_it(tmp_path: Path)
 
 
 def test_command_warns_by_name(dense: tl.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = pipeline._add_outer
-    monkeypatch.setattr(pipeline, "_add_outer", lambda H, x: H.fill_(math.nan) if len(H) == 96 else real(H, x))
+    real = pipeline.add_outer
+    monkeypatch.setattr(pipeline, "add_outer", lambda H, x: H.fill_(math.nan) if len(H) == 96 else real(H, x))
     source = tl.save(dense, tmp_path / "dense")
     code, _, error = invoke(source, tmp_path / "m", "--group", 32, "--texts", 3, "--length", 48)
     assert code == 0

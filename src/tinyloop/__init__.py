@@ -18,6 +18,9 @@ from .dispatch import Machine, Plan, Problem, plan
 from .errors import FormatError, InputError, NumericalError, TinyLoopError, UnsupportedError
 from .explain import Explanation, explain
 from .generate import Chat, Generation, Options, generate_batch
+from .hf import load_into
+from .hf_quantize import calibration_tokens, quantize_
+from .hf_saving import load_transformers
 from .linear import QuantEmbedding, QuantLinear
 from .loading import export, import_model, load
 from .marlin import (
@@ -71,6 +74,7 @@ __all__ = [
     "Segment",
     "TinyLoopError",
     "UnsupportedError",
+    "calibration_tokens",
     "explain",
     "export",
     "generate_batch",
@@ -78,6 +82,8 @@ __all__ = [
     "import_model",
     "inspect",
     "load",
+    "load_into",
+    "load_transformers",
     "marlin_pack_asymmetric",
     "marlin_pack_symmetric",
     "marlin_unpack_asymmetric",
@@ -87,5 +93,6 @@ __all__ = [
     "plan",
     "quant_gemm",
     "quantize",
+    "quantize_",
     "save",
 ]

@@ -39,18 +39,18 @@ class DenseView(torch.Tensor):
     Writing to it raises InputError: what was written would be lost.
     """
 
-    layer: _Canonical
+    layer: Canonical
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, layer: _Canonical) -> DenseView:
-        like = layer.like
-        view = torch.Tensor._make_wrapper_subclass(cls, (layer.N, layer.K), dtype=like.dtype, device=like.device)
+    def __new__(cls, layer: Canonical) -> DenseView:
+        shape, dtype = (layer.N, layer.K), layer.like.dtype
+        view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=layer.q.device)
         assert isinstance(view, DenseView)
         view.layer = layer
         return view
 
-    def __init__(self, layer: _Canonical):
+    def __init__(self, layer: Canonical):
         """The tensor is made by `__new__`, whose argument Python hands on to here."""
 
     @property
@@ -86,20 +86,20 @@ _READ_ONLY = (
 )
 
 
-class _Canonical(nn.Module):
+class Canonical(nn.Module):
     """What both modules share: canonical tensors as buffers, and every way in and out of them."""
 
     q: Tensor  # uint8 [⌈K/2⌉, N]
     scale: Tensor  # fp16 | fp32 [⌈K/G⌉, N]
     zero: Tensor
-    like: Tensor  # [0], of the dtype and on the device that the module is said to have
+    like: Tensor  # [0], of the dtype that the module is said to have: what casts a model casts it
 
     def _set(self, w: QuantWeight, dtype: torch.dtype) -> None:
         self.K, self.N, self.group_size, self.bits = w.K, w.N, w.group_size, w.bits
         self.integer_zero = w.integer_zero
         for name, t in zip(_TENSORS, (w.packed, w.scale, w.zero, w.bias, w.perm), strict=True):
             self.register_buffer(name, t)
-        self.like = torch.empty(0, dtype=dtype, device=w.packed.device)
+        self.like = torch.empty(0, dtype=dtype, device="cpu")
 
     @property
     def quant_weight(self) -> QuantWeight:
@@ -122,16 +122,17 @@ class _Canonical(nn.Module):
         return torch.tensor([int(getattr(self, name)) for name in _META])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Compared before anything was loaded: see `_load_from_state_dict`."""
+        """Only compared, since it says what the tensors mean. Raises FormatError where the layer is of another kind."""
+        own, theirs = self.get_extra_state().tolist(), state.tolist()
+        if own != theirs:
+            raise FormatError(
+                f"the state is of {_named(theirs)}, the layer of {_named(own)}; make the layer from the state "
+                "(from_state)"
+            )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         if (found := state_dict.get(prefix + _EXTRA)) is not None:
-            own, theirs = self.get_extra_state().tolist(), found.tolist()
-            if own != theirs:
-                raise FormatError(
-                    f"{prefix}: the state is of {_named(theirs)}, the layer of {_named(own)}; make the layer from the "
-                    "state (from_state)"
-                )
+            self.set_extra_state(found)  # before anything is written
         for name in ("scale", "zero", "bias"):  # as stored, where copying into what is there would round
             given, held = state_dict.get(prefix + name), self._buffers[name]
             if given is not None and held is not None and given.dtype != held.dtype:
@@ -156,7 +157,7 @@ class _Canonical(nn.Module):
         )
 
 
-class QuantLinear(_Canonical, nn.Linear):  # type: ignore[misc]  # weight is a property
+class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a property
     """`y = x @ W + bias` on a 4-bit weight. x is fp32, bf16 or fp16 on the layer's device; y has its dtype.
 
     Gradients flow to x; the weight has none. `dtype` is what `weight.dtype` says, None for fp32. A channel for
@@ -192,7 +193,7 @@ class QuantLinear(_Canonical, nn.Linear):  # type: ignore[misc]  # weight is a p
         return y
 
 
-class QuantEmbedding(_Canonical, nn.Embedding):  # type: ignore[misc]  # weight is a property
+class QuantEmbedding(Canonical, nn.Embedding):  # type: ignore[misc]  # weight is a property
     """Rows of W, looked up: token t is column t of the canonical weight, `embed` in a file."""
 
     def __init__(self, weight: QuantWeight, dtype: torch.dtype | None = None, padding_idx: int | None = None):

@@ -44,6 +44,13 @@ class Calibration:
             return "the bundled sample"
         return "the given text" if isinstance(self.source, str) else Path(self.source).name
 
+    def text(self) -> str:
+        """All of it. Raises InputError for a path that is not there or not text."""
+        if self.source is None or isinstance(self.source, str):
+            return bundled() if self.source is None else self.source
+        with _opened(self.source) as stream:
+            return "".join(read_text(stream, str(self.source)))
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -73,9 +80,13 @@ def sample(model: Model, calibration: Calibration) -> Samples:
             f"{calibration.name} has {len(ids)} tokens, of which {held} are held back for the final check; "
             f"{calibration.texts} windows of {length} need {need}: give a longer text, or lower --texts or --length"
         )
-    starts = [i * (room - new) // max(1, calibration.texts - 1) for i in range(calibration.texts)]
-    windows = torch.tensor([begin + ids[start : start + new] for start in starts])
-    return Samples(windows, ids[room:], length)
+    return Samples(spread(ids[:room], begin, calibration.texts, new), ids[room:], length)
+
+
+def spread(ids: list[int], begin: list[int], texts: int, new: int) -> Tensor:  # int64 [texts, len(begin) + new]
+    """Windows of `new` tokens spread over `ids`, from the first to the last of them."""
+    starts = [i * (len(ids) - new) // max(1, texts - 1) for i in range(texts)]
+    return torch.tensor([begin + ids[start : start + new] for start in starts])
 
 
 def bundled() -> str:
@@ -92,11 +103,15 @@ def _encode(model: Model, calibration: Calibration) -> list[int]:
     if source is None or isinstance(source, str):
         data = (bundled() if source is None else source).encode()
         return _ids(model, io.BytesIO(data), calibration.name)
+    with _opened(source) as stream:
+        return _ids(model, stream, str(source))
+
+
+def _opened(source: str | os.PathLike[str]) -> BinaryIO:
     path = Path(source)
     if not path.is_file():
         raise InputError(f"calibration {path} is {'a folder' if path.is_dir() else 'not there'}; give a text file")
-    with path.open("rb") as stream:
-        return _ids(model, stream, str(path))
+    return path.open("rb")
 
 
 def _ids(model: Model, stream: BinaryIO, name: str) -> list[int]:

@@ -177,7 +177,7 @@ class _Run:
             K = self.checkpoint.outlines[name].K
             H = torch.zeros(K, K) if name == reads else torch.eye(K)
             for x in self.x if name == reads else ():
-                _add_outer(H, self.model._norm(x.clone(), None, "final_norm")[0])
+                add_outer(H, self.model._norm(x.clone(), None, "final_norm")[0])
             self._quantise([name], H)
         self._save("heads", before)
 
@@ -230,7 +230,7 @@ class _Run:
     def _watch(self, x: Tensor, w: PackedWeight) -> Tensor:
         H = self.watched.get(id(w))
         if H is not None:
-            _add_outer(H, x.reshape(-1, x.shape[-1]))
+            add_outer(H, x.reshape(-1, x.shape[-1]))
         return quant_gemm(x, w)
 
     def _quantise(self, names: list[str], H: Tensor) -> None:
@@ -271,7 +271,7 @@ def _trim() -> None:
         trim(0)
 
 
-def _add_outer(H: Tensor, x: Tensor) -> None:
+def add_outer(H: Tensor, x: Tensor) -> None:
     """H += xᵀx, by block columns of the lower triangle's mirror: a third less work than the whole."""
     x = x.float()
     K = H.shape[0]

@@ -1,0 +1,165 @@
+"""Saving and loading by `transformers` itself: `save_pretrained`, and `from_pretrained` behind `load_transformers`.
+
+config.json says under `quantization_config` which modules are ours and of what kind, so that `from_pretrained` can make
+them, empty, before it fills them from the safetensors files. What it fills are the canonical tensors, in the dtypes
+that they were saved in.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import FormatError, InputError
+from .linear import Canonical, QuantEmbedding, QuantLinear
+from .weight import QuantWeight
+
+METHOD = "tinyloop"
+
+
+def attach(hf_model: Any) -> None:
+    """Tell a model of `transformers` what it is made of, so that it saves itself. Another module is left alone."""
+    if not hasattr(hf_model, "save_pretrained"):
+        return
+    Config, Quantizer = _interface()
+    ours = {name: m for name, m in hf_model.named_modules() if isinstance(m, Canonical)}
+    config = Config(modules={name: _kind(m) for name, m in ours.items()}, shared=_shared(ours))
+    if config.shared:
+        declare_shared(hf_model, config.shared)
+    hf_model.hf_quantizer = Quantizer(config)
+    hf_model.config.quantization_config = config
+    hf_model.quantization_method = METHOD
+
+
+def load_transformers(folder: str | os.PathLike[str], **how: Any) -> Any:
+    """The model that `save_pretrained` wrote into `folder`; `how` goes to `from_pretrained` (dtype, device_map, …).
+
+    Raises InputError for a folder without such a model, FormatError where a tensor is missing or has no place.
+    """
+    import transformers
+
+    _interface()
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise InputError(f"{folder} has no config.json; give a folder that save_pretrained wrote")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    found = getattr(config, "quantization_config", None) or {}
+    if found.get("quant_method") != METHOD:
+        raise InputError(
+            f"{folder} holds no model of ours (quant_method {found.get('quant_method')!r}); load it with transformers, "
+            "then give it to tinyloop.quantize_"
+        )
+    names = config.architectures or []
+    model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise InputError(f"{folder}: architectures={names} is no class of this transformers; use the release it is of")
+    hf_model, found = model_class.from_pretrained(folder, output_loading_info=True, **how)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, found[what])):
+            raise FormatError(
+                f"{folder}: {len(names)} {what.replace('_', ' ')}, the first is {names[0]}; copy the folder again"
+            )
+    return hf_model
+
+
+def declare_shared(hf_model: Any, shared: dict[str, str]) -> None:
+    """Names of tensors that are others, target → source, of which one copy is saved."""
+    hf_model._tied_weights_keys = dict(shared)
+    hf_model.all_tied_weights_keys = dict(shared)
+
+
+def _shared(ours: dict[str, Canonical]) -> dict[str, str]:
+    """Of modules that share their codes, as a head and an embedding may: every tensor of the later one."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, m in ours.items():
+        source = first.setdefault(m.q.data_ptr(), name)
+        if source != name:
+            shared |= {f"{name}.{t}": f"{source}.{t}" for t, _ in m.named_buffers(recurse=False)}
+    return shared
+
+
+def _kind(m: Canonical) -> dict[str, Any]:
+    """What an empty module of the same kind is made from."""
+    w = m.quant_weight
+    return {
+        "embedding": isinstance(m, QuantEmbedding), "group_size": w.group_size, "bits": w.bits,
+        "integer_zero": w.integer_zero, "parameters": _name(w.scale), "bias": None if w.bias is None else _name(w.bias),
+        "perm": w.perm is not None,
+    }  # fmt: skip
+
+
+def _name(t: torch.Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def empty(old: nn.Module, kind: dict[str, Any]) -> nn.Module:
+    """A module on meta in the place of `old`, to be filled."""
+    dense: torch.Tensor = old.weight  # type: ignore[assignment]
+    (N, K), G, bits = dense.shape, kind["group_size"], kind["bits"]
+
+    def made(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    scale, zero = (made((-(-K // G), N), kind["parameters"]) for _ in range(2))
+    w = QuantWeight(
+        made(((K + 1) // 2 if bits == 4 else K, N), "uint8"), scale, zero, K, G, bits, kind["integer_zero"],
+        None if kind["bias"] is None else made((N,), kind["bias"]), perm=made((K,), "int32") if kind["perm"] else None,
+    )  # fmt: skip
+    if kind["embedding"]:
+        return QuantEmbedding(w, dense.dtype, getattr(old, "padding_idx", None))
+    return QuantLinear(w, dense.dtype)
+
+
+@functools.cache
+def _interface() -> tuple[Any, Any]:
+    """Our two classes of `transformers`' interface, registered; made here because its modules are imported here."""
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(METHOD)
+    class TinyLoopConfig(QuantizationConfigMixin):
+        def __init__(self, modules: dict[str, Any], shared: dict[str, str], **_: Any):
+            self.quant_method: Any = METHOD
+            self.modules, self.shared = modules, shared
+
+    @register_quantizer(METHOD)
+    class TinyLoopQuantizer(HfQuantizer):
+        requires_calibration = True  # by quantize_, never inside from_pretrained
+        is_trainable = True  # adapters beside the layers
+
+        def is_serializable(self) -> bool:
+            return True
+
+        @property
+        def _config(self) -> Any:
+            return self.quantization_config
+
+        def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+            from .hf import replace
+
+            for name, kind in self._config.modules.items():
+                made = empty(model.get_submodule(name), kind)
+                made._is_hf_initialized = True  # type: ignore[assignment]  # no random numbers, please
+                replace(model, name, made)
+            for target in self._config.shared:  # no file holds it, so nothing may look for it
+                module, _, t = target.rpartition(".")
+                model.get_submodule(module)._non_persistent_buffers_set.add(t)
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+            for module in model.modules():  # Trainer does not even evaluate what says that it is quantised
+                if hasattr(module, "is_quantized"):
+                    module.is_quantized = False
+            for target, source in self._config.shared.items():
+                module, _, t = target.rpartition(".")
+                model.get_submodule(module)._non_persistent_buffers_set.discard(t)
+                setattr(model.get_submodule(module), t, model.get_buffer(source))
+            if self._config.shared:
+                declare_shared(model, self._config.shared)
+            return model
+
+    return TinyLoopConfig, TinyLoopQuantizer
