@@ -39,7 +39,7 @@ def _launcher(
 ) -> Launcher:
     macros = defines(config, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves, SYMMETRIC=symmetric, PAIR=pair)
     shared = config.shared_memory(scale32, halves, symmetric)
-    return Launcher("tensor_core", "tensor_core", macros, device, config.threads, shared)
+    return Launcher("tensor_core", "tensor_core", macros, device, config.threads, shared, overlaps=True)
 
 
 def defines(config: Config, **flags: bool) -> dict[str, int]:

@@ -67,7 +67,7 @@ def product(
 @functools.cache
 def _launcher(c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, halves: bool) -> Launcher:
     macros = defines(c, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves)
-    return Launcher("hopper", "hopper", macros, device, c.threads, c.shared_memory(scale32, halves))
+    return Launcher("hopper", "hopper", macros, device, c.threads, c.shared_memory(scale32, halves), overlaps=True)
 
 
 def defines(c: HopperConfig, **flags: bool) -> dict[str, int]:

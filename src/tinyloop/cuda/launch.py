@@ -52,11 +52,20 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """One kernel on one device, ready to be launched."""
+    """One kernel on one device, ready to be launched.
 
-    def __init__(self, name: str, entry: str, defines: dict[str, int], device: int, threads: int, shared: int = 0):
+    `overlaps` says that the kernel calls `wait_for_predecessor` (ptx.cuh) before it reads or writes what another kernel
+    may write: where the chip can, it is then started while the one before it in the stream still runs.
+    """
+
+    def __init__(
+        self, name: str, entry: str, defines: dict[str, int], device: int, threads: int, shared: int = 0,
+        overlaps: bool = False,
+    ):  # fmt: skip
         self.entry, self.threads, self.shared, self.device = entry, threads, shared, device
         kernel, self._code = build.kernel(name, entry, tuple(sorted(defines.items())), chip(device).capability)
+        self._overlaps = overlaps and chip(device).capability >= (9, 0)
+        self._configs = threading.local()  # a launch fills in its own thread's
         api = driver()
         self._function = api.CUfunction(int(kernel.handle))
         if shared > 48 << 10:
@@ -66,19 +75,32 @@ class Launcher:
     def __call__(self, arguments: Arguments, blocks: int) -> None:
         """Launch `blocks` blocks on the device's current stream. Raises LaunchError."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        stream = current_stream(self.device)
+        config = getattr(self._configs, "config", None)
+        if config is None:
+            config = self._configs.config = self._config()
+        config.gridDimX, config.hStream = blocks, current_stream(self.device)
         previous = torch.cuda.current_device()
         if previous != self.device:
             torch.cuda.set_device(self.device)
         try:
-            (result,) = driver().cuLaunchKernel(
-                self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, ctypes.addressof(parameters), 0
-            )
+            (result,) = driver().cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)
         finally:
             if previous != self.device:
                 torch.cuda.set_device(previous)
         if result != 0:
             raise_for(result, f"{self.entry} with {blocks} blocks of {self.threads} threads, {self.shared} bytes")
+
+    def _config(self) -> Any:
+        api = driver()
+        config = api.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = self.threads, self.shared
+        if self._overlaps:
+            attribute = api.CUlaunchAttribute()
+            attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
 
 
 def raise_for(result: Any, what: str) -> None:

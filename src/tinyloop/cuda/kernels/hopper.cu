@@ -9,7 +9,7 @@
 //   consumer (CW × 128)    words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight │ `empty[s]`
 //
 // A unit is four wgmma of 64 columns × BM rows × 16 k. Warp w of a consumer owns NJ words of a lane's four, so a consumer
-// covers 64·NJ columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 28 instructions and
+// covers 64·NJ columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 23 instructions and
 // serves BM rows. δ, as in tensor_core.cu's `decode`, costs nothing: W is computed in fp32 and rounded once.
 //
 // Work. The grid is one block per multiprocessor. `tiles` whole tiles are dealt out first come first served in rounds; of
@@ -24,6 +24,8 @@
 #endif
 
 constexpr int BLOCKS64 = NJ * CW, BN = 64 * BLOCKS64, CONSUMER_THREADS = CW * 128, THREADS = CONSUMER_THREADS + 128;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMER_THREADS / 8 * 8;
 constexpr int STEPS = 4 / NJ, CHUNK_UNITS = NJ;  // steps of 16 k per unit, units per chunk
 constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = BLOCKS64 * CHUNK * 32;
 constexpr int RUN_BYTES = BLOCKS64 * (SCALE_BYTES + DELTA_BYTES);
@@ -178,37 +180,64 @@ struct Ring {  // position in the stages
     }
 };
 
-DEVICE void produce(const Problem& p, const Weight& w, u32 memory) {
-    Schedule schedule(p);
-    Ring ring;
-    Item item;
-    while (schedule.next(item)) {
+// The copies of chunk after chunk. x may be written by the kernel before; words and parameters are not.
+struct Producer {
+    const Problem& p;
+    const Weight& w;
+    const u32 memory;
+    Ring ring, x_ring;
+    const uint4* words;
+    int block0, blocks, group, units_left, row;
+
+    DEVICE void start(const Item& item) {
         int row_tile, column_tile;
         place(p, item.tile, row_tile, column_tile);
-        const int block0 = column_tile * BLOCKS64, blocks = min(BLOCKS64, p.blocks64 - block0);
-        int group = item.first * UNITS / p.units_per_group;
-        int units_left = p.units_per_group - item.first * UNITS % p.units_per_group;
-        const uint4* words = w.B + ((i64)item.first * 4 * p.blocks64 + block0) * 32;
-        for (int chunk = item.first; chunk < item.end; chunk++, ring.advance()) {
-            const u32 full = memory + BARRIERS + ring.slot * 16;
-            u32 to = memory + ring.slot * STAGE_BYTES;
-            barrier_wait(full + 8, ring.parity ^ 1);
-            barrier_expect(full, X_BYTES + blocks * (CHUNK * 32 + UNITS * (SCALE_BYTES + DELTA_BYTES)));
-            load_box(to, &p.x, chunk * CHUNK, row_tile * BM, full);
-            to += X_BYTES;
+        block0 = column_tile * BLOCKS64, blocks = min(BLOCKS64, p.blocks64 - block0), row = row_tile * BM;
+        group = item.first * UNITS / p.units_per_group;
+        units_left = p.units_per_group - item.first * UNITS % p.units_per_group;
+        words = w.B + ((i64)item.first * 4 * p.blocks64 + block0) * 32;
+    }
+
+    DEVICE void load_weight() {
+        const u32 full = memory + BARRIERS + ring.slot * 16;
+        u32 to = memory + ring.slot * STAGE_BYTES + X_BYTES;
+        barrier_wait(full + 8, ring.parity ^ 1);
+        barrier_expect(full, X_BYTES + blocks * (CHUNK * 32 + UNITS * (SCALE_BYTES + DELTA_BYTES)));
 #pragma unroll
-            for (int step = 0; step < 4; step++, to += BLOCKS64 * 512, words += (i64)p.blocks64 * 32)
-                load_bulk(to, words, blocks * 512, full);
+        for (int step = 0; step < 4; step++, to += BLOCKS64 * 512, words += (i64)p.blocks64 * 32)
+            load_bulk(to, words, blocks * 512, full);
 #pragma unroll
-            for (int u = 0; u < UNITS; u++, to += RUN_BYTES) {
-                const i64 run = (i64)group * p.blocks64 + block0;
-                load_bulk(to, w.S + run * SCALE_BYTES, blocks * SCALE_BYTES, full);
-                if (DELTA_BYTES) load_bulk(to + BLOCKS64 * SCALE_BYTES, w.delta + run * 64, blocks * DELTA_BYTES, full);
-                if (--units_left == 0) group++, units_left = p.units_per_group;
+        for (int u = 0; u < UNITS; u++, to += RUN_BYTES) {
+            const i64 run = (i64)group * p.blocks64 + block0;
+            load_bulk(to, w.S + run * SCALE_BYTES, blocks * SCALE_BYTES, full);
+            if (DELTA_BYTES) load_bulk(to + BLOCKS64 * SCALE_BYTES, w.delta + run * 64, blocks * DELTA_BYTES, full);
+            if (--units_left == 0) group++, units_left = p.units_per_group;
+        }
+        ring.advance();
+    }
+
+    DEVICE void load_x(int chunk) {
+        load_box(memory + x_ring.slot * STAGE_BYTES, &p.x, chunk * CHUNK, row, memory + BARRIERS + x_ring.slot * 16);
+        x_ring.advance();
+    }
+
+    DEVICE void run() {
+        Schedule schedule(p);
+        Item item;
+        bool waited = false;
+        while (schedule.next(item)) {
+            start(item);
+            const int ready = waited ? item.first : min(item.end, item.first + STAGES) - 1;
+            int x_chunk = item.first;
+            for (int chunk = item.first; chunk < item.end; chunk++) {
+                load_weight();
+                if (chunk < ready) continue;
+                if (!waited) wait_for_predecessor(), waited = true;
+                while (x_chunk <= chunk) load_x(x_chunk++);
             }
         }
     }
-}
+};
 
 struct Consumer {
     const Problem& p;
@@ -217,7 +246,7 @@ struct Consumer {
     const int thread, consumer, warp, lane, r, t;  // thread and warp within the warpgroup
     const int block, word0;                        // this warp's 64 columns among the tile's, and its first word
     Ring issue, read;                              // where wgmma is, and where words are read
-    float step[UNITS][2 * NJ], base[UNITS][2 * NJ];
+    Affine columns[UNITS][2 * NJ];                 // of the chunk that is decoded
 
     DEVICE Consumer(const Problem& p, const Weight& w, u32 memory)
         : p(p), w(w), memory(memory), thread(threadIdx.x % 128), consumer(threadIdx.x / 128), warp(thread / 32), lane(thread % 32),
@@ -235,7 +264,7 @@ struct Consumer {
             for (int i = 0; i < 2 * NJ; i++) {
                 const float scale = scale_at(runs + block * SCALE_BYTES, r, 2 * word0 + i);
                 const float delta = delta_at(runs + BLOCKS64 * SCALE_BYTES + block * DELTA_BYTES, r, 2 * word0 + i);
-                step[u][i] = 16.f * scale, base[u][i] = fmaf(-24.f, scale, delta);
+                columns[u][i] = affine(scale, delta);
             }
         }
     }
@@ -258,11 +287,7 @@ struct Consumer {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int half = UNITS == 1 ? 0 : (unit * STEPS + e / NJ) / 2, j = e % NJ;
-            const float (&s)[2 * NJ] = step[half], (&b)[2 * NJ] = base[half];
-            a[e][0] = weights2(word[e] << 19, word[e] << 3, s[2 * j], b[2 * j]);
-            a[e][2] = weights2(word[e] << 15, word[e] >> 1, s[2 * j], b[2 * j]);
-            a[e][1] = weights2(word[e] << 11, word[e] >> 5, s[2 * j + 1], b[2 * j + 1]);
-            a[e][3] = weights2(word[e] << 7, word[e] >> 9, s[2 * j + 1], b[2 * j + 1]);
+            weights(a[e], word[e], columns[half][2 * j], columns[half][2 * j + 1]);
         }
     }
 
@@ -335,20 +360,23 @@ struct Consumer {
         if (__float_as_int(load_shared4(before_at)) != last - first) return false;
         __threadfence();
         if (thread == 0) *arrived = 0;
+        constexpr int BATCH = 8;  // quads that are on their way at a time
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            float (&v)[ACC] = acc[q / (ACC / 4)];
-            const int i = q % (ACC / 4) * 4;
-            v[i] = v[i + 1] = v[i + 2] = v[i + 3] = 0.f;
-        }
-        for (int b = first; b <= last; b++) {
-            const float4* from = piece(b);
+        for (int q0 = 0; q0 < QUADS; q0 += BATCH) {
+            float4 sum[BATCH] = {};
+            for (int b = first; b <= last; b++) {
+                const float4* from = piece(b) + (i64)q0 * CONSUMER_THREADS;
+                float4 f[BATCH];
 #pragma unroll
-            for (int q = 0; q < QUADS; q++) {
-                float (&v)[ACC] = acc[q / (ACC / 4)];
-                const int i = q % (ACC / 4) * 4;
-                const float4 f = __ldcg(from + (i64)q * CONSUMER_THREADS);
-                v[i] += f.x, v[i + 1] += f.y, v[i + 2] += f.z, v[i + 3] += f.w;
+                for (int q = 0; q < BATCH; q++) f[q] = __ldcg(from + (i64)q * CONSUMER_THREADS);
+#pragma unroll
+                for (int q = 0; q < BATCH; q++)
+                    sum[q].x += f[q].x, sum[q].y += f[q].y, sum[q].z += f[q].z, sum[q].w += f[q].w;
+            }
+#pragma unroll
+            for (int q = 0; q < BATCH; q++) {
+                float* v = acc[(q0 + q) / (ACC / 4)] + (q0 + q) % (ACC / 4) * 4;
+                v[0] = sum[q].x, v[1] = sum[q].y, v[2] = sum[q].z, v[3] = sum[q].w;
             }
         }
         return true;
@@ -417,6 +445,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 memory = shared_address(shared);
+    release_successor();
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(memory + BARRIERS + s * 16, 1);
@@ -426,10 +455,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper(const __grid_con
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMER_THREADS) {
-        registers_down<40>();
-        if (threadIdx.x == CONSUMER_THREADS) produce(arguments.p, arguments.w, memory);
+        registers_down<PRODUCER_REGISTERS>();
+        if (threadIdx.x == CONSUMER_THREADS) Producer{arguments.p, arguments.w, memory}.run();
     } else {
-        registers_up<232>();
+        registers_up<CONSUMER_REGISTERS>();
+        wait_for_predecessor();
         Consumer(arguments.p, arguments.w, memory).run();
     }
 }

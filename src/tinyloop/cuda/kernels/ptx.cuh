@@ -111,6 +111,22 @@ template <int THREADS> DEVICE void team_sync(int team) {
         asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(THREADS) : "memory");
 }
 
+// ---- launches that overlap -------------------------------------------------------------------------------------
+
+// From here on the next kernel of the stream may be started; what it does before `wait_for_predecessor` runs beside us.
+DEVICE void release_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The kernel before this one in the stream is done and its results are visible. Only weights are read before.
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- tensor cores ----------------------------------------------------------------------------------------------
 
 // d += a · b on one warp: a 16×16, b 16×8, d 16×8 in fp32. Lane ℓ, with r = ℓ/4 and t = ℓ%4, holds

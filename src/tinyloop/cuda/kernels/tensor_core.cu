@@ -22,7 +22,7 @@
 //                       one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of accumulators,
 //                       so few rows only.
 //   decode  (DECODE 1)  fragments are W itself, computed in fp32 and rounded once to 16 bits, as a dequantised weight
-//                       would be. Seven instructions for two weights, hidden behind the mma of 64 rows.
+//                       would be. Six instructions for two weights, hidden behind the mma of 64 rows.
 // With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
 //
 // PAIR computes silu(x @ W) · (x @ W2): odd warps of a team along N work on W2, and the epilogue combines.
@@ -116,7 +116,7 @@ struct Loader {
         x_step = p.ldx * ROW_STEP;
         x = p.x + (row0 + row) * p.ldx + chunk * CHUNK + unit * 8;
         k_left = p.K - chunk * CHUNK - unit * 8;
-        rows = (int)max(min(p.M - row0 - row + ROW_STEP - 1, (i64)BM), 0ll) / ROW_STEP;
+        rows = (int)(max(min(p.M - row0 - row + ROW_STEP - 1, (i64)X_PIECES * ROW_STEP), 0ll) / ROW_STEP);
         x_to = x_offset(row, unit);
 
         in_weight = block64 < p.blocks64;
@@ -135,7 +135,7 @@ struct Loader {
         in_params = in_weight && wm == 0 && lane < PARAM_PIECES;
     }
 
-    DEVICE void operator()(u32 stage) {
+    DEVICE void load_x(u32 stage) {
         const int bytes = min(max(k_left * 2, 0), 16);
 #pragma unroll
         for (int i = 0; i < X_PIECES; i++) {
@@ -145,6 +145,9 @@ struct Loader {
         }
         x += CHUNK;
         k_left -= CHUNK;
+    }
+
+    DEVICE void load_weight(u32 stage) {
         if (in_weight) {
 #pragma unroll
             for (int i = 0; i < W_PIECES; i++) copy_async(stage + w_to + i * 512, words + i * w_step);
@@ -206,15 +209,19 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
     const u32 end = memory + STAGES * STAGE_BYTES;
     u32 stage = memory, ahead = memory;
 #pragma unroll
+    for (int i = 0; i < STAGES - 1; i++)
+        if (i < chunks) load.load_weight(memory + i * STAGE_BYTES);
+    wait_for_predecessor();
+#pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < chunks) load(ahead);
+        if (i < chunks) load.load_x(ahead);
         commit_copies();
         ahead += STAGE_BYTES;
     }
     while (chunks > 0) {
         wait_copies<STAGES - 2>();
         team_sync<TEAM>(at.team);  // the chunk is here for all, and all are done with the one before
-        if (chunks >= STAGES) load(ahead);
+        if (chunks >= STAGES) load.load_weight(ahead), load.load_x(ahead);
         commit_copies();
         ahead = ahead + STAGE_BYTES == end ? memory : ahead + STAGE_BYTES;
         chunks--;
@@ -223,12 +230,10 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
             const u32 params = stage + X_BYTES + W_BYTES + (at.wn * UNITS + u) * PARAM_BYTES;
 #if DECODE
             Params g;
+            Affine columns[8];
             load_params(g, params, r);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                g.delta[i] = fmaf(-24.f, g.scale[i], g.delta[i]);
-                g.scale[i] *= 16.f;
-            }
+            for (int i = 0; i < 8; i++) columns[i] = affine(g.scale[i], g.delta[i]);
 #endif
 #pragma unroll
             for (int step = u * UNIT_STEPS; step < (u + 1) * UNIT_STEPS; step++) {
@@ -240,7 +245,7 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
                 for (int j = 0; j < 4; j++) {
                     u32 a[4];
 #if DECODE
-                    weights(a, word[j], g.scale, g.delta, j);
+                    weights(a, word[j], columns[2 * j], columns[2 * j + 1]);
 #pragma unroll
                     for (int i = 0; i < MT; i++) mma(acc[j][i], a, x[i][0], x[i][1]);
 #else
@@ -363,6 +368,7 @@ DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, c
 
 extern "C" __global__ void __launch_bounds__(THREADS) tensor_core(const __grid_constant__ Arguments arguments) {
     const Problem& p = arguments.p;
+    release_successor();
     extern __shared__ __align__(128) u8 memory[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Place at{warp / (WM * WN), warp % (WM * WN) / WN, warp % WN, lane};

@@ -41,18 +41,25 @@ DEVICE float scale_at(u32 run, int r, int i) {
 
 DEVICE float delta_at(u32 run, int r, int i) { return SYMMETRIC ? 0.f : load_shared4(run + param_offset<4>(r, i)); }
 
-// W of two codes: `low` and `high` carry them in bits 19–22 of 1.0, so each float is 1 + q/16.
-DEVICE u32 weights2(u32 low, u32 high, float step, float base) {
-    float a = __uint_as_float(and_or<0x00780000, 0x3f800000>(low));
-    float b = __uint_as_float(and_or<0x00780000, 0x3f800000>(high));
-    return pack2(fmaf(a, step, base), fmaf(b, step, base));
+// W = (1 + q/128)·step + base in fp32, from scale and δ. Rounding `base` loses 2⁻¹⁷ of a scale at most.
+struct Affine {
+    float step, base;
+};
+
+DEVICE Affine affine(float scale, float delta) { return Affine{128.f * scale, fmaf(-136.f, scale, delta)}; }
+
+// W of bytes I and J of `bytes`, each 128 + q: put under the exponent of 1.0, such a byte is 1 + q/128.
+template <int I, int J> DEVICE u32 weights2(u32 bytes, Affine c) {
+    const float a = __uint_as_float(__byte_perm(bytes, 0x3f000000, 0x7044 + I * 0x100));
+    const float b = __uint_as_float(__byte_perm(bytes, 0x3f000000, 0x7044 + J * 0x100));
+    return pack2(fmaf(a, c.step, c.base), fmaf(b, c.step, c.base));
 }
 
-// Eight codes of a word as W = (1 + q/16)·16·scale + (δ − 24·scale).
-DEVICE void weights(u32 (&a)[4], u32 w, const float (&step)[8], const float (&base)[8], int j) {
-    a[0] = weights2(w << 19, w << 3, step[2 * j], base[2 * j]);
-    a[2] = weights2(w << 15, w >> 1, step[2 * j], base[2 * j]);
-    a[1] = weights2(w << 11, w >> 5, step[2 * j + 1], base[2 * j + 1]);
-    a[3] = weights2(w << 7, w >> 9, step[2 * j + 1], base[2 * j + 1]);
+// Eight codes of a word as W, each rounded once: the fragment of columns r (`low`) and r + 8 (`high`).
+DEVICE void weights(u32 (&a)[4], u32 w, Affine low, Affine high) {
+    const u32 even = and_or<0x0f0f0f0f, 0x80808080>(w), odd = and_or<0x0f0f0f0f, 0x80808080>(w >> 4);
+    a[0] = weights2<0, 2>(even, low);
+    a[2] = weights2<0, 2>(odd, low);
+    a[1] = weights2<1, 3>(even, high);
+    a[3] = weights2<1, 3>(odd, high);
 }
-

@@ -1,0 +1,246 @@
+"""The linear operation against torch's dense product, by shape and number of rows, on a GPU or a CPU.
+
+    python bench/gemm.py                              every shape, INT4 against fp16 (bf16 on a CPU that has it)
+    python bench/gemm.py --rows 1,16 --shapes 4096x4096 --group 64 --dtype bfloat16
+    python bench/gemm.py --kernels                    every INT4 kernel by itself, and the dispatcher's regret
+    python bench/gemm.py --chart result.json gemm.png draws the last line of an earlier run
+
+Protocol: weights rotate over at least 256 MB, so that none is found in a cache; calls are captured in a CUDA graph and
+replayed; a figure is the median of seven replays; dense and INT4 take turns in one process. "dense" is the faster of
+torch's two weight layouts. "floor" is the larger of bytes over bandwidth and operations over rate, both as measured on
+this chip where it is known. Errors are against float64. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import tinyloop as tl
+from tinyloop import dispatch
+from tinyloop.cuda import gemm, hopper, paths, run
+from tinyloop.dispatch_cuda import HOPPER, int4_refusal
+from tinyloop.ops import problem
+from tinyloop.pack import PackedWeight, pack
+from tinyloop.weight import QuantWeight
+
+Tensor = torch.Tensor
+SHAPES = ((2048, 2048), (2048, 6144), (8192, 2048), (4096, 4096), (8192, 8192), (8192, 28672))
+CPU_SHAPES = ((576, 1536), (2048, 2048), (2048, 6144))
+ROWS, CPU_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), (1, 4, 16, 128)
+COLD, REPLAYS = 256 << 20, 7
+LIMITS = {"NVIDIA H200": (4.47e12, 690e12)}  # bytes/s read and dense fp16 FLOP/s, measured
+Call = Callable[[], Any]
+
+
+def weight(K: int, N: int, G: int, device: str) -> QuantWeight:
+    """Codes, scales and zeros at random, zeros on either side of the middle."""
+    g = torch.Generator().manual_seed(K + N)
+    G = K if G < 1 else G
+    groups = -(-K // G)
+    scale = ((0.5 + torch.rand(groups, N, generator=g)) * (12 / K) ** 0.5 / 16).half().float()
+    zero = (-(7.5 + 4 * torch.rand(groups, N, generator=g) - 2) * scale).half().float()
+    q = torch.randint(0, 16, (K, N), generator=g, dtype=torch.uint8)
+    return QuantWeight.from_codes(q, scale, zero, G).to(device)
+
+
+def copies(w: PackedWeight) -> list[PackedWeight]:
+    """As many device packs as exceed the caches together."""
+    m = w.marlin()
+    found = []
+    for _ in range(max(2, -(-COLD // m.nbytes))):
+        other = PackedWeight(w.weight, device=w.device)
+        other._marlin = dataclasses.replace(m, B=m.B.clone(), S=m.S.clone(), delta=m.delta.clone())
+        found.append(other)
+    return found
+
+
+def replayed(calls: Sequence[Call]) -> float:
+    """µs per call: median of seven replays of a graph that holds them all."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    turns, graph = max(1, 40 // len(calls)), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            for call in calls:
+                call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (turns * len(calls)))
+    return statistics.median(times)
+
+
+def timed(calls: Sequence[Call]) -> float:
+    """µs per call on a CPU: median of rounds over all calls."""
+    rounds = []
+    for _ in range(REPLAYS + 1):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        rounds.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return statistics.median(rounds[1:])
+
+
+def want64(x: Tensor, w: QuantWeight) -> Tensor:
+    """x @ W in float64, a slab of columns at a time."""
+    group = torch.arange(w.K, device=x.device) // w.group_size
+    parts = []
+    for n in range(0, w.N, 4096):
+        cut = slice(n, n + 4096)
+        W = w.codes()[:, cut].double() * w.scale[:, cut].double()[group] + w.zero[:, cut].double()[group]
+        parts.append(x.double() @ W)
+    return torch.cat(parts, 1)
+
+
+def error(y: Tensor, want: Tensor) -> float:
+    return float((y.double() - want).norm() / want.norm())
+
+
+def dense_calls(x: Tensor, K: int, N: int) -> tuple[list[Call], list[Call]]:
+    """torch's product with weights [N, K] and with weights [K, N]."""
+    count = max(2, -(-COLD // (K * N * x.element_size())))
+    stored = [torch.randn(N, K, device=x.device, dtype=x.dtype) for _ in range(count)]
+    return (
+        [lambda W=W: torch.nn.functional.linear(x, W) for W in stored],
+        [lambda W=W: torch.mm(x, W.view(K, N)) for W in stored],
+    )
+
+
+def kernels(x: Tensor) -> dict[str, Callable[[Tensor, PackedWeight], Tensor]]:
+    """Every INT4 kernel of this chip by name, and the reference composition."""
+    found = {"tensor_core": lambda x, w: gemm.product(x, w.marlin())}
+    if dispatch.chip(x.device).capability == HOPPER:
+        found["hopper"] = lambda x, w: hopper.product(x, w.marlin())
+    found["unpack_dense"] = lambda x, w: torch.nn.functional.linear(x, paths.unpack(w.marlin(), x.dtype))
+    found["pair"] = composed
+    return found
+
+
+def composed(x: Tensor, w: PackedWeight) -> Tensor:
+    y = torch.empty(x.shape[0], w.weight.N, dtype=x.dtype, device=x.device)
+    status = run.mm_asymmetric(x, w.marlin(), y)
+    assert status is run.Status.OK, status
+    return y
+
+
+def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], every: bool) -> dict[str, Any]:
+    """One shape at one number of rows."""
+    K, N, M = w.weight.K, w.weight.N, x.shape[0]
+    clock = replayed if x.is_cuda else timed
+    dense = min(clock(calls) for calls in dense_calls(x, K, N))
+    plan = dispatch.plan(problem(w, M, x.dtype))
+    us = clock([lambda p=p: tl.quant_gemm(x, p) for p in packs])
+    result: dict[str, Any] = {
+        "K": K,
+        "N": N,
+        "M": M,
+        "dense": dense,
+        "kernel": plan.kernel,
+        "us": us,
+        "ratio": dense / us,
+    }
+    assert isinstance(w.weight, QuantWeight)
+    want = want64(x, w.weight)
+    result["error"] = error(tl.quant_gemm(x, w), want)
+    result["dense_error"] = error(x @ w.weight.dequantize(x.dtype), want)
+    bytes_read = w.weight.nbytes + x.nbytes + M * N * x.element_size()
+    result["gbps"] = bytes_read / us / 1e3
+    if x.is_cuda and (known := LIMITS.get(dispatch.chip(x.device).name)):
+        result["floor"] = 1e6 * max(bytes_read / known[0], 2 * M * N * K / known[1])
+    if every and x.is_cuda and int4_refusal(problem(w, M, x.dtype), dispatch.chip(x.device)) is None:
+        each = {name: clock([partial(f, x, p) for p in packs]) for name, f in kernels(x).items()}
+        result["kernels"] = each
+        result["regret"] = us / min(each.values())
+    return result
+
+
+def line(r: dict[str, Any]) -> str:
+    floor = f"{100 * r['floor'] / r['us']:4.0f} %" if "floor" in r else "     –"
+    text = (
+        f"| {r['K']}×{r['N']} | {r['M']} | {r['dense']:.1f} | {r['us']:.1f} | {r['kernel']} | {r['ratio']:.2f} "
+        f"| {r['gbps']:.0f} | {floor} | {r['error']:.1e} | {r['dense_error']:.1e} |"
+    )
+    if "kernels" in r:
+        text += " " + ", ".join(f"{k} {v:.1f}" for k, v in r["kernels"].items()) + f"; regret {r['regret']:.2f}"
+    return text
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = device == "cuda"
+    dtype = getattr(torch, options.dtype) if options.dtype else torch.float16 if cuda else dispatch.default_dtype()
+    shapes = [tuple(map(int, s.split("x"))) for s in options.shapes.split(",")] if options.shapes else None
+    rows = [int(m) for m in options.rows.split(",")] if options.rows else (ROWS if cuda else CPU_ROWS)
+    print("| K×N | M | dense µs | INT4 µs | kernel | ratio | GB/s | of floor | error | dense error |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    results = []
+    for K, N in shapes or (SHAPES if cuda else CPU_SHAPES):
+        w = pack(weight(K, N, options.group, device))
+        packs = copies(w) if cuda else [w]
+        for M in rows:
+            x = torch.randn(M, K, device=device).to(dtype)
+            results.append(row(x, w, packs, options.kernels))
+            print(line(results[-1]), flush=True)
+        del packs
+    return results
+
+
+def chart(source: str, target: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with open(source, encoding="utf-8") as f:
+        found = json.loads(f.read().strip().splitlines()[-1])
+    figure, axes = plt.subplots(figsize=(9, 4.5))
+    for K, N in dict.fromkeys((r["K"], r["N"]) for r in found["rows"]):
+        of_shape = [r for r in found["rows"] if (r["K"], r["N"]) == (K, N)]
+        axes.plot([r["M"] for r in of_shape], [r["ratio"] for r in of_shape], marker="o", label=f"{K}×{N}")
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set(xscale="log", xlabel="rows of x", ylabel=f"times torch.mm, {found['dtype']}", title=found["device"])
+    axes.set_xscale("log", base=2)
+    axes.legend(title="K×N")
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", help="K×N as 4096x4096,…")
+    parser.add_argument("--rows", help="1,16,…")
+    parser.add_argument("--group", type=int, default=128, help="group size; -1: one group over K")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
+    parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")
+    parser.add_argument("--chart", nargs=2, metavar=("RESULT", "PNG"), help="draw an earlier run's last line")
+    options = parser.parse_args()
+    if options.chart:
+        chart(*options.chart)
+        return
+    rows = measure(options)
+    cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    dtype = options.dtype or ("float16" if cuda else str(dispatch.default_dtype()).removeprefix("torch."))
+    print(
+        json.dumps({"device": name, "torch": torch.__version__, "dtype": dtype, "group": options.group, "rows": rows})
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Every kernel once or twice on small ragged shapes, against float64: what compute-sanitizer is run over.
+
+compute-sanitizer --tool memcheck python -m tests.parity.every_kernel
+compute-sanitizer --tool racecheck python -m tests.parity.every_kernel
+
+exit status   0  all right    1  a wrong value    77  no GPU to try it on
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from tests.parity import chain
+from tests.parity.cuda_cases import activations, error, want64, weight
+from tinyloop.cuda import gemm, hopper, paths, run
+from tinyloop.cuda.config import HopperConfig, variants
+from tinyloop.dispatch_cuda import HOPPER
+from tinyloop.marlin import MarlinWeight
+
+SHAPES = [(264, 72, 64), (520, 136, -1), (352, 328, 96)]  # K, N, G
+LIMIT = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # a few roundings of the dtype
+
+
+def products(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """(what ran, its error), kernel after kernel."""
+    for K, N, G in SHAPES:
+        w = weight(K, N, G)
+        m = MarlinWeight.of(w)
+        for M in (3, 70):
+            x = activations(M, K, 1.0, dtype)
+            want, where = want64(x, w), f"M={M} K={K} N={N} G={G} {dtype}"
+            y = torch.empty(M, N, dtype=dtype, device="cuda")
+            yield f"pair {run.mm_asymmetric(x, m, y).name} {where}", error(y, want)
+            yield f"native {where}", error(paths.native(x, w, None), want)
+            yield f"unpack {where}", error(torch.nn.functional.linear(x, paths.unpack(m, dtype)), want)
+            yield f"dequantize {where}", error(x @ paths.dequantize(w, dtype), want)
+            silu = torch.nn.functional.silu(want) * want
+            yield f"swiglu {where}", error(gemm.product(x, m, pair=(m, None)), silu)
+            for config in variants():
+                yield f"{config} {where}", error(gemm.product(x, m, config=config), want)
+            if torch.cuda.get_device_capability() == HOPPER:
+                for BM, NJ, CW in ((256, 1, 2), (128, 2, 2), (64, 4, 2), (64, 2, 3), (64, 1, 4)):
+                    tile = HopperConfig(BM, NJ, CW, least=1)
+                    yield f"hopper {tile} {where}", error(hopper.product(x, m, config=tile), want)
+
+
+def main() -> int:
+    if reason := chain.gpu():
+        print(reason)
+        return chain.SKIPPED
+    wrong = tried = 0
+    for dtype, limit in LIMIT.items():
+        for what, e in products(dtype):
+            tried += 1
+            if not e <= limit * (2 if what.startswith("swiglu") else 1):
+                wrong += 1
+                print(f"{what}: error {e:.1e}")
+    torch.cuda.synchronize()
+    print(f"{tried} products, {wrong} wrong")
+    return chain.FAILED if wrong else chain.PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""Every kernel on a GPU: values, bounds, strides, streams, graphs, threads, errors. Skipped where there is none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.parity import chain
+from tests.parity.cuda_cases import DTYPES, activations, error, plain_error, want64, weight
+
+import tinyloop as tl
+from tinyloop import ops
+from tinyloop.cuda import gemm, hopper, launch, paths
+from tinyloop.cuda.config import Config, HopperConfig, variants
+from tinyloop.dispatch_cuda import HOPPER
+from tinyloop.errors import InputError
+from tinyloop.marlin import MarlinWeight
+from tinyloop.pack import pack
+from tinyloop.weight import QuantWeight
+
+pytestmark = [pytest.mark.gpu, chain.needs(chain.gpu())]
+Tensor = torch.Tensor
+Product = Callable[[Tensor, MarlinWeight, "Tensor | None"], Tensor]
+
+HOPPER_TILES = [
+    HopperConfig(256, 1),
+    HopperConfig(128, 2),
+    HopperConfig(64, 4),
+    HopperConfig(64, 2),
+    HopperConfig(128, 1),
+]
+# K, N, G: aligned, ragged, groups of 32 and 96, one group, short last group, odd N
+SHAPES = [(2048, 2048, 128), (1000, 1000, 96), (4304, 64, 32), (520, 72, -1), (2880, 328, 160), (256, 257, 64)]
+needs_hopper = chain.needs(
+    None if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER else "no GPU of capability 9.0"
+)
+
+
+def check(w: QuantWeight, x: Tensor, y: Tensor) -> None:
+    want = want64(x, w)
+    assert error(y, want) <= 1.2 * plain_error(x, w.dequantize(torch.float32), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", variants(), ids=str)
+def test_every_tile(config: Config, dtype: torch.dtype) -> None:
+    if config.shared_memory(True, True) > launch.chip(0).shared_memory:
+        pytest.skip("this GPU has less shared memory")
+    for K, N, G in SHAPES:
+        w = weight(K, N, G)
+        m = MarlinWeight.of(w)
+        for M in (1, config.rows, config.rows + 1):
+            x = activations(M, K, 1.0, dtype)
+            check(w, x, gemm.product(x, m, config=config))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", HOPPER_TILES, ids=str)
+def test_every_hopper_tile(config: HopperConfig, dtype: torch.dtype) -> None:
+    for K, N, G in SHAPES:
+        w = weight(K, N, G)
+        m = MarlinWeight.of(w)
+        for M in (1, config.BM, config.BM + 1):
+            x = activations(M, K, 1.0, dtype)
+            check(w, x, hopper.product(x, m, config=config))
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0], ids=["centred", "mean 1"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [*range(1, 10), 16, 17, 32, 33, 63, 64, 65, 128, 200, 512, 1024])
+def test_dispatch_at_every_size(M: int, dtype: torch.dtype, mean: float) -> None:
+    for K, N, G in SHAPES:
+        w = weight(K, N, G, integer_zero=G == 64, bias=N == 72)
+        x = activations(M, K, mean, dtype)
+        y = tl.quant_gemm(x, pack(w))
+        bias = 0 if w.bias is None else w.bias.to(dtype)
+        want = want64(x, w)
+        assert error(y, want) <= 1.2 * error(x @ w.dequantize(dtype) + bias, want), (K, N, G)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "N", "G"), [(300, 70, 64), (100, 33, 48), (4304, 64, 32), (128, 8, 100)])
+def test_native(K: int, N: int, G: int, dtype: torch.dtype) -> None:
+    w = weight(K, N, G)
+    x = activations(5, K, 1.0, dtype)
+    want = want64(x, w)
+    y = tl.quant_gemm(x, pack(w), exact_int4=True)
+    assert y.dtype == dtype
+    one_after_another = K**0.5 * 2**-22  # the order of its sums in fp32
+    plain = plain_error(x, w.dequantize(torch.float32), want)
+    assert error(y, want) <= (one_after_another if dtype == torch.float32 else 1.2 * plain)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["frac4", "sign_bit"])
+def test_rounding_of_every_iteration(name: str, dtype: torch.dtype) -> None:
+    """The GPU's rule is docs/format.md's: the same weights as the CPU's, bit for bit; the product on them."""
+    w = weight(300, 70, 64)
+    inner = w.codes().clamp(1, 14).cpu()
+    base = QuantWeight.from_codes(inner, w.scale.cpu(), w.zero.cpu(), 64)
+    values = torch.randint(0, 16 if name == "frac4" else 2, (300, 70), dtype=torch.uint8)
+    w = base.with_channel(name, values)
+    on_gpu, packed = w.to("cuda"), pack(w, device="cuda")
+    for i in (0, 1, 2, 7):
+        assert torch.equal(paths.dequantize(on_gpu, dtype, i).cpu(), w.rounding(i).dequantize(dtype))
+        for M in (3, 40):
+            x = activations(M, 300, 1.0, dtype)
+            want = want64(x, w.rounding(i).to("cuda"))
+            y = tl.quant_gemm(x, packed.at(i))
+            assert error(y, want) <= max(1e-6, 1.2 * plain_error(x, w.rounding(i).dequantize().cuda(), want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 8, 17, 32, 64, 600])
+def test_swiglu(M: int, dtype: torch.dtype) -> None:
+    """Gate and up in one launch below a launch's rows; never on the native kernel."""
+    gate, up = weight(512, 200, 64, seed=1, bias=True), weight(512, 200, 64, seed=2, bias=True)
+    x = activations(M, 512, 0.0, dtype)
+    ops.calls.clear()
+    y = ops.quant_swiglu(x, pack(gate), pack(up))
+    assert not ops.calls["native"]
+    want = torch.nn.functional.silu(want64(x, gate)) * want64(x, up)
+    plain = torch.nn.functional.silu(x @ gate.dequantize(dtype) + gate.bias.to(dtype)) * (
+        x @ up.dequantize(dtype) + up.bias.to(dtype)
+    )
+    assert error(y, want) <= 1.2 * error(plain, want)
+
+
+def test_outputs_stay_between_canaries_and_inputs_are_not_read_beyond() -> None:
+    """Rows of x end where poison begins; y lies between canaries in one allocation."""
+    for K, N, G, M in ((300, 70, 64, 5), (1000, 1000, 96, 33), (520, 72, -1, 130)):
+        w = weight(K, N, G)
+        m = MarlinWeight.of(w)
+        store = torch.full((M, -(-K // 8) * 8 + 8), float("nan"), dtype=torch.float16, device="cuda")
+        store[:, :K] = activations(M, K, 0.0, torch.float16)
+        x = store[:, :K]
+        around = torch.full((M * N + 256,), 7.0, dtype=torch.float16, device="cuda")
+        y = around[128 : 128 + M * N].view(M, N)
+        gemm.product(x, m, out=y)
+        check(w, x, y)
+        assert bool((around[:128] == 7).all())
+        assert bool((around[128 + M * N :] == 7).all())
+        if torch.cuda.get_device_capability() == HOPPER:
+            check(w, x, hopper.product(x, m))
+
+
+def test_rows_of_any_stride() -> None:
+    w = weight(520, 72, 64)
+    p, base = pack(w), activations(12, 1040, 0.0, torch.float16)
+    want = tl.quant_gemm(base[:, :520].contiguous(), p)
+    for x in (base[:, :520], torch.cat((base[:, :1], base[:, :520]), 1)[:, 1:], base[:, :520].t().contiguous().t()):
+        assert torch.equal(tl.quant_gemm(x, p), want)
+    one = base[:1, :520].expand(12, 520)
+    assert torch.equal(tl.quant_gemm(one, p)[3], want[0]) or error(tl.quant_gemm(one, p)[3], want[0].double()) < 1e-3
+    assert tl.quant_gemm(base[:0, :520], p).shape == (0, 72)
+    assert tl.quant_gemm(base[:, :520].reshape(2, 2, 3, 520), p).shape == (2, 2, 3, 72)
+    assert torch.equal(tl.quant_gemm(base[0, :520], p), tl.quant_gemm(base[:1, :520], p)[0])
+
+
+@pytest.mark.parametrize("M", [65535, 65536, 65537, 131072])
+def test_many_rows(M: int) -> None:
+    """IDX-04, and the group sums' kernel with as many."""
+    w = weight(128, 64, 128)
+    x = activations(M, 128, 0.0, torch.float16)
+    for y in (tl.quant_gemm(x, pack(w)), gemm.product(x, MarlinWeight.of(w)), paths.native(x, w, None)):
+        check(w, x[-100:], y[-100:])
+        check(w, x[:100], y[:100])
+    assert error(paths.group_sums(x, 128)[:, 0], x.double().sum(1)) < 1e-6
+
+
+def test_more_outputs_than_31_bits_count() -> None:
+    """IDX-02: 4.3 GB of them."""
+    w = weight(128, 128256, 128)
+    x = activations(16745, 128, 0.0, torch.float16)
+    for y in (gemm.product(x, MarlinWeight.of(w)), tl.quant_gemm(x, pack(w))):
+        check(w, x[-3:], y[-3:])
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    """KER-01 and NUM-06, with K cut into slices."""
+    w = weight(16384, 128, 128)
+    p = pack(w)
+    for M in (1, 8, 16, 40, 64, 200):
+        x = activations(M, 16384, 0.0, torch.bfloat16)
+        first = tl.quant_gemm(x, p)
+        assert all(torch.equal(tl.quant_gemm(x, p), first) for _ in range(50))
+
+
+def test_exact_cases() -> None:
+    """NUM-01, NUM-03, GRP-01: values that come out exactly, at every size."""
+    for M in (1, 16, 64, 256, 1024):
+        zero = torch.tensor([[-(2.0**-7) + 2.0**-11, -(2.0**-7)]])
+        w = QuantWeight.from_codes(torch.full((128, 2), 8, dtype=torch.uint8), torch.full((1, 2), 2.0**-10), zero, 128)
+        for sign in (1, -1):
+            x = torch.full((M, 128), sign * 512.0, dtype=torch.float16, device="cuda")
+            y = tl.quant_gemm(x, pack(w, device="cuda"))
+            assert bool((y[:, 0] == sign * 32).all())
+            assert bool((y[:, 1] == 0).all())
+        codes = torch.full((4096, 8), 15, dtype=torch.uint8)
+        w = QuantWeight.from_codes(codes, torch.full((1, 8), 2.0**-10), torch.full((1, 8), -(2.0**-7)), 4096)
+        x = torch.full((M, 4096), 100.0, dtype=torch.float16, device="cuda")
+        assert bool((tl.quant_gemm(x, pack(w, device="cuda")) == 2800).all())
+        zero = torch.arange(8.0)[:, None].expand(8, 64)
+        w = QuantWeight.from_codes(torch.zeros(256, 64, dtype=torch.uint8), torch.ones(8, 64), zero, 32)
+        x = torch.ones(M, 256, dtype=torch.float16, device="cuda")
+        assert bool((tl.quant_gemm(x, pack(w, device="cuda")) == 896).all())
+
+
+def test_large_activations_in_bf16() -> None:
+    """NUM-08: one value beyond fp16, at every branch of the dispatcher."""
+    w = weight(512, 64, 128)
+    for M in (1, 63, 64, 65, 1024):
+        x = activations(M, 512, 0.0, torch.bfloat16)
+        x[0, 0] = 131072.0
+        check(w, x, tl.quant_gemm(x, pack(w)))
+
+
+def test_current_stream() -> None:
+    """DEV-02: what is written on a side stream after a long kernel is what the product reads."""
+    w = weight(1024, 256, 128)
+    p, side = pack(w), torch.cuda.Stream()
+    for i in range(100):
+        x = torch.zeros(16, 1024, dtype=torch.float16, device="cuda")
+        new = activations(16, 1024, 0.0, torch.float16, seed=i)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000)
+            x.copy_(new)
+            y = tl.quant_gemm(x, p)
+        side.synchronize()
+        assert torch.equal(y, tl.quant_gemm(new, p))
+
+
+def test_two_threads_on_two_streams() -> None:
+    """DEV-04: split-K scratch and counters are never shared."""
+    w = [weight(8192, 256, 128, seed=s) for s in (1, 2)]
+    p = [pack(v) for v in w]
+    x = [activations(M, 8192, 0.0, torch.float16) for M in (16, 64)]
+    want = [tl.quant_gemm(a, b) for a, b in zip(x, p, strict=True)]
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(i: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(200):
+                if not torch.equal(tl.quant_gemm(x[i], p[i]), want[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("M", [0, 1, 16, 64, 600])
+def test_graph_capture_on_the_first_call(M: int) -> None:
+    """DEV-05: nothing warmed up but the compilation; replays follow their input, and scratch outlives it all."""
+    w = weight(8192, 264, 128, seed=M)
+    p = pack(w)
+    if M:  # compile, on another stream than the capture's
+        tl.quant_gemm(activations(M, 8192, 0.0, torch.float16), p)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    x, graph = activations(M, 8192, 0.0, torch.float16), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tl.quant_gemm(x, p)
+        torch.zeros(1, device="cuda")  # M = 0 launches nothing, and an empty graph cannot be replayed
+    for seed in (1, 2, 3):
+        new = activations(M, 8192, 0.0, torch.float16, seed=seed)
+        x.copy_(new)
+        tl.quant_gemm(new, p)
+        graph.replay()
+        assert torch.equal(y, tl.quant_gemm(new, p))
+
+
+def test_launch_errors_are_raised_and_leave_nothing_behind() -> None:
+    """KER-10: too many threads for a block; the next call works."""
+    w = weight(512, 64, 128)
+    x, m = activations(4, 512, 0.0, torch.float16), MarlinWeight.of(w)
+    good = launch.Launcher("correction", "a_group_sum", {"BF16": 0, "COLUMN": 0}, 0, 2048)
+    with pytest.raises(launch.LaunchError, match="a_group_sum with 1 blocks of 2048 threads"):
+        good(launch.Arguments(), 1)
+    check(w, x, gemm.product(x, m))
+
+
+def test_wrong_devices_and_types() -> None:
+    w = weight(128, 64, 128)
+    with pytest.raises(InputError, match=r"x is on cpu, the weight on cuda:0"):
+        tl.quant_gemm(torch.zeros(1, 128), pack(w))
+    with pytest.raises(InputError, match=r"x is on cuda:0, the weight on cpu"):
+        tl.quant_gemm(torch.zeros(1, 128, device="cuda"), pack(w.to("cpu")))
+    with pytest.raises(InputError, match="int8"):
+        tl.quant_gemm(torch.zeros(1, 128, dtype=torch.int8, device="cuda"), pack(w))
+
+
+@chain.needs(None if torch.cuda.device_count() > 1 else "one GPU")
+def test_the_second_gpu() -> None:
+    """DEV-01: device 0 is current, all tensors are on the other."""
+    w = weight(8192, 256, 128).to("cuda:1")
+    for M in (1, 16, 64, 600):
+        x = activations(M, 8192, 0.0, torch.float16).to("cuda:1")
+        check(w, x, tl.quant_gemm(x, pack(w)))
+
+
+def test_bare_weight_and_dense_cache() -> None:
+    w, x = weight(512, 64, 128), activations(9, 512, 0.0, torch.float16)
+    check(w, x, tl.quant_gemm(x, w))
+    ops.calls.clear()
+    check(w, x, tl.quant_gemm(x, pack(w, keep_dense=True)))
+    assert ops.calls == {"fp16_cache": 1}
