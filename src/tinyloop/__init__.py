@@ -14,7 +14,8 @@ from .config import ModelConfig, Rope, Segment
 from .container import Description
 from .container import describe as inspect
 from .container import write as save
-from .dispatch import Machine, Plan, Problem, plan
+from .cuda.config import Chip
+from .dispatch import Machine, Plan, Problem, marlin_available, plan, set_marlin_dispatch
 from .errors import FormatError, InputError, NumericalError, TinyLoopError, UnsupportedError
 from .explain import Explanation, explain
 from .generate import Chat, Generation, Options, generate_batch
@@ -33,7 +34,7 @@ from .marlin import (
     pack_model_for_marlin,
 )
 from .model import KVCache, Model
-from .ops import quant_gemm
+from .ops import quant_gemm, quant_swiglu
 from .pack import PackedWeight, pack
 from .quantize import QuantSpec, gptq_quantize, quantize
 from .sampling import Sampling
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Chat",
     "Checkpoint",
+    "Chip",
     "DenseWeight",
     "Description",
     "Explanation",
@@ -84,6 +86,7 @@ __all__ = [
     "load",
     "load_into",
     "load_transformers",
+    "marlin_available",
     "marlin_pack_asymmetric",
     "marlin_pack_symmetric",
     "marlin_unpack_asymmetric",
@@ -92,7 +95,9 @@ __all__ = [
     "pack_model_for_marlin",
     "plan",
     "quant_gemm",
+    "quant_swiglu",
     "quantize",
     "quantize_",
     "save",
+    "set_marlin_dispatch",
 ]

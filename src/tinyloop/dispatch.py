@@ -10,6 +10,7 @@ The order and the limits in M are measured (docs/log.md, 2026-11-29; two cores, 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from importlib.util import find_spec
 import torch
 
 from .cuda.config import Chip
-from .dispatch_cuda import CUDA_KERNELS, int4_refusal
+from .dispatch_cuda import CUDA_KERNELS
 from .errors import InputError
+
+log = logging.getLogger("tinyloop")
 
 # Rows up to which the panel kernel, which decodes 4-bit weights once for four rows, beats the dense product: on a kept
 # bf16 copy, on a kept fp32 copy (half the arithmetic rate), and on a bf16 copy made for this call alone.
@@ -113,7 +116,7 @@ def fp16_body() -> bool:
 def set_marlin_dispatch(on: bool | None) -> None:
     """Switch the INT4 tensor-core path on or off for all models; None follows TINYLOOP_USE_MARLIN again."""
     global _marlin_dispatch
-    if on not in (True, False, None):
+    if not (on is None or isinstance(on, bool)):
         raise InputError(f"set_marlin_dispatch({on!r}): give True, False, or None to follow {USE_MARLIN}")
     _marlin_dispatch = on
 
@@ -218,18 +221,28 @@ def plan(problem: Problem, on: Machine | Chip | None = None) -> Plan:
 
 
 def chip(device: str | torch.device) -> Chip:
-    """The GPU behind a torch device."""
+    """The GPU behind a torch device. Raises InputError where there is none."""
     from .cuda.launch import chip as look
+    from .devices import resolve
 
-    index = torch.device(device).index
-    return look(torch.cuda.current_device() if index is None else index)
+    found = torch.device(device)
+    if found.type != "cuda":
+        raise InputError(f"device={str(device)!r} is no GPU; give cuda, or cuda:1 for a second one")
+    return look(resolve(found).index if found.index is None else found.index)
 
 
 def marlin_available(device: str | torch.device = "cuda") -> bool:
-    """Whether the INT4 tensor-core path can run on `device`: a GPU of capability 8.0 or later, and cuda.core."""
-    if not torch.cuda.is_available():
-        return False
-    return int4_refusal(Problem(1, 64, 128, 128, 4, torch.float16, device="cuda"), chip(device)) is None
+    """Whether the INT4 tensor-core path can run on `device`: a GPU of capability 8.0 or later, and cuda.core.
+
+    Where it cannot, the reason is logged.
+    """
+    try:
+        reason = chip(device).refusal
+    except InputError as e:
+        reason = str(e)
+    if reason is not None:
+        log.info("no INT4 tensor-core path: %s", reason)
+    return reason is None
 
 
 def _config(kernel: str, p: Problem, on: Chip) -> str:

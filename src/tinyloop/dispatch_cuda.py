@@ -20,7 +20,6 @@ from .cuda.config import Chip
 if TYPE_CHECKING:
     from .dispatch import Problem
 
-FIRST_CAPABILITY = (8, 0)  # cp.async, and mma.sync of 16×8×16
 NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
 MMA_ROWS_HOPPER = 32  # up to which mma.sync beats wgmma, whose tiles have 64 rows
 _DENSE_ROWS_HOPPER, _DENSE_ROWS = 384, 1024
@@ -49,11 +48,8 @@ def int4_refusal(p: Problem, on: Chip) -> str | None:
         return "exact_int4 asks for fp32 arithmetic, tensor cores take 16-bit factors"
     if not p.marlin:
         return "dispatch to it is switched off (TINYLOOP_USE_MARLIN=0 or set_marlin_dispatch(False))"
-    if on.capability < FIRST_CAPABILITY:
-        have, need = _dotted(on.capability), _dotted(FIRST_CAPABILITY)
-        return f"{on.name} has compute capability {have}; tensor-core INT4 needs {need}"
-    if on.missing:
-        return on.missing
+    if on.refusal:
+        return on.refusal
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"activations are {str(p.dtype).removeprefix('torch.')}; tensor cores take float16 or bfloat16"
     if p.iteration is not None and p.channel is not None:
@@ -96,19 +92,19 @@ def _cross_iter(p: Problem, on: Chip) -> str | None:
         return "the weight has no channel (frac4 or sign_bit)"
     if p.iteration is None:
         return "no iteration's rounding is asked for: TINYLOOP_CROSS_ITER_ROUND is not 1, or nothing loops"
-    return on.missing
+    return on.refusal
 
 
 def _dense(p: Problem, on: Chip) -> str | None:
     if p.exact and p.dtype != torch.float32:
         return "exact_int4 asks for fp32 arithmetic"
-    if p.M <= NATIVE_ROWS and not on.missing and p.bits in (4, 8):
+    if p.M <= NATIVE_ROWS and not on.refusal and p.bits in (4, 8):
         return f"M={p.M} ≤ {NATIVE_ROWS}: one thread per output is faster than dequantising the whole weight"
     return None
 
 
 def _native(p: Problem, on: Chip) -> str | None:
-    return on.missing
+    return on.refusal or (None if p.bits in (4, 8) else f"the weight is dense ({p.bits} bits)")
 
 
 CUDA_KERNELS = (

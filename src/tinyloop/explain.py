@@ -60,11 +60,21 @@ class Explanation:
             for (kernel, reason), (rows, names) in found.items()
         ]
 
+    def configs(self) -> dict[tuple[str, str], list[int]]:
+        """Tile and pipeline of each kernel that has a choice of them, and for which rows."""
+        found: dict[tuple[str, str], dict[int, None]] = {}
+        for w in self.weights:
+            for M, p in zip(self.rows, w.plans, strict=True):
+                if p.config:
+                    found.setdefault((p.kernel, p.config), {})[M] = None
+        return {key: list(rows) for key, rows in found.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         weights = [
             {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "plans"}
             | {"kernels": {str(M): p.kernel for M, p in zip(self.rows, w.plans, strict=True)}}
+            | {"configs": {str(M): p.config for M, p in zip(self.rows, w.plans, strict=True) if p.config}}
             for w in self.weights
         ]
         return {"dtype": self.dtype, "decode": self.decode, "weights": weights, "refused": self.refusals()}
@@ -93,6 +103,8 @@ class Explanation:
             yield f"Decode step: {escape(self.decode)}."
         kernels = {p.kernel: p.why for w in self.weights for p in w.plans}
         yield from (f"[bold]{name}[/]: {escape(why)}" for name, why in kernels.items())
+        for (kernel, config), configured in self.configs().items():
+            yield f"[dim]{kernel} takes {escape(config)} (M = {', '.join(map(str, configured))})[/]"
         for r in self.refusals():
             rows = ", ".join(map(str, r["rows"]))
             names = "all weights" if len(r["weights"]) == len(self.weights) else ", ".join(r["weights"])

@@ -147,7 +147,7 @@ class PackedWeight:
         return W
 
     def _rows(self, dtype: torch.dtype) -> Tensor:  # [N, K]
-        if self.device.type == "cuda" and self.iteration is None and not chip(self.device).missing:
+        if self.device.type == "cuda" and self.iteration is None and not chip(self.device).refusal:
             from .cuda.run import dense
 
             return dense(self, dtype)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 CHUNK = 64  # k per stage
+FIRST_CAPABILITY = (8, 0)  # cp.async, mma.sync of 16×8×16, and conversions of two floats at once
 _SPARE = 2 << 10  # bytes of shared memory per block that the driver and static variables take
 
 
@@ -22,6 +23,14 @@ class Chip:
     shared_memory: int  # bytes that one block may have
     memory: int  # bytes
     missing: str | None = None  # why kernels cannot be compiled, or None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no kernel of this package runs here, in a sentence; None where they do."""
+        if self.capability < FIRST_CAPABILITY:
+            has, needs = (f"{major}.{minor}" for major, minor in (self.capability, FIRST_CAPABILITY))
+            return f"{self.name} has compute capability {has}; the GPU kernels need {needs}"
+        return self.missing
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from typing import Any
 
 import torch
 
+from ..devices import resolve
 from . import build
 from .config import Chip
 
+log = logging.getLogger("tinyloop")
 Tensor = torch.Tensor
 _local = threading.local()
 
@@ -32,11 +35,16 @@ class Arguments(ctypes.Structure):
 
 @functools.cache
 def chip(index: int) -> Chip:
-    """The GPU `cuda:index`."""
+    """The GPU `cuda:index`, looked at once, with a warning where no kernel runs on it. Raises InputError where there is
+    no such GPU."""
+    resolve(f"cuda:{index}")
     p = torch.cuda.get_device_properties(index)
     shared = getattr(p, "shared_memory_per_block_optin", 99 << 10)
     capability = p.major, p.minor
-    return Chip(p.name, capability, p.multi_processor_count, shared, p.total_memory, build.missing(capability))
+    found = Chip(p.name, capability, p.multi_processor_count, shared, p.total_memory, build.missing(capability))
+    if found.refusal:
+        log.warning("cuda:%d computes with torch's dense products alone: %s", index, found.refusal)
+    return found
 
 
 @functools.cache

@@ -120,8 +120,7 @@ def _admissible(x: Tensor, w: MarlinWeight, y: Tensor) -> Status:
         return Status.SHAPE
     if aligned(x) is not x:
         return Status.SHAPE
-    on = chip(x.device.index)
-    return Status.NO_KERNELS if on.missing or on.capability < (8, 0) else Status.OK
+    return Status.NO_KERNELS if chip(x.device.index).refusal else Status.OK
 
 
 def _say_first(p: Problem) -> None:

@@ -1,0 +1,493 @@
+"""The dispatcher on a GPU as a function of values: no GPU is needed to know what one would do.
+
+Chips are mocked by what torch reports of them: capability, multiprocessors, shared memory of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tinyloop as tl
+from helpers import random_quant_weight, with_random_channel
+from tinyloop import dispatch, marlin, ops
+from tinyloop.cuda import build, launch
+from tinyloop.cuda.config import CHUNK, KINDS, Chip, Config, choose, choose_hopper, hopper_variants, variants
+from tinyloop.dispatch import Plan, Problem, plan
+from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, MMA_ROWS_HOPPER, NATIVE_ROWS, dense_rows
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def mocked(name: str, capability: tuple[int, int], multiprocessors: int, kilobytes: int) -> Chip:
+    return Chip(name, capability, multiprocessors, kilobytes << 10, 24 << 30)
+
+
+CHIPS = {
+    "7.0": mocked("Tesla V100", (7, 0), 80, 96),
+    "7.5": mocked("Tesla T4", (7, 5), 40, 64),
+    "8.0": mocked("NVIDIA A100", (8, 0), 108, 163),
+    "8.6": mocked("NVIDIA A10", (8, 6), 72, 99),
+    "8.9": mocked("NVIDIA L4", (8, 9), 58, 99),
+    "9.0": mocked("NVIDIA H200", (9, 0), 132, 227),
+    "10.0": mocked("NVIDIA B200", (10, 0), 148, 227),
+    "10.3": mocked("NVIDIA B300", (10, 3), 160, 227),
+    "12.0": mocked("NVIDIA RTX PRO 6000", (12, 0), 188, 99),
+    "12.1": mocked("NVIDIA GB10", (12, 1), 48, 99),
+}
+OLD = ("7.0", "7.5")
+NEW = tuple(name for name in CHIPS if name not in OLD)
+AMPERE, HOPPER = CHIPS["8.6"], CHIPS["9.0"]
+BARE = dataclasses.replace(HOPPER, missing="cuda.core is not installed: pip install 'tinyloop[cuda]'")
+DENSE, DENSE_HOPPER = dense_rows(AMPERE), dense_rows(HOPPER)
+ROWS = (0, 1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 384, 385, 1024, 1025, 4096, 65536, 131072)
+SHAPES = ((64, 128), (2048, 6144), (8192, 2048), (8192, 28672), (2048, 50257), (128, 1), (7, 3), (1 << 16, 1 << 17))
+
+
+def problem(M: int = 1, dtype: torch.dtype = F16, **changes: Any) -> Problem:
+    return dataclasses.replace(Problem(M, 6144, 2048, 128, 4, dtype, device="cuda:0"), **changes)
+
+
+def reason(kernel: str, on: Chip = AMPERE, **changes: Any) -> str | None:
+    """What `kernel` says of a problem, whatever comes before it in the table."""
+    return next(k for k in CUDA_KERNELS if k.name == kernel).refuses(problem(**changes), on)
+
+
+CHOSEN = {
+    "one row": (problem(1), AMPERE, "tensor_core"),
+    "one row, bf16": (problem(1, BF16), AMPERE, "tensor_core"),
+    "ragged": (problem(3, N=1, K=7, G=7), AMPERE, "tensor_core"),
+    "the head": (problem(1, N=50257), AMPERE, "tensor_core"),
+    "most rows": (problem(DENSE), AMPERE, "tensor_core"),
+    "one row more": (problem(DENSE + 1), AMPERE, "unpack_dense"),
+    "Hopper, few rows": (problem(MMA_ROWS_HOPPER), HOPPER, "tensor_core"),
+    "Hopper, one row more": (problem(MMA_ROWS_HOPPER + 1), HOPPER, "hopper"),
+    "Hopper, most rows": (problem(DENSE_HOPPER), HOPPER, "hopper"),
+    "Hopper, many rows": (problem(DENSE_HOPPER + 1), HOPPER, "unpack_dense"),
+    "kept": (problem(1, cached=True), HOPPER, "fp16_cache"),
+    "kept, exact": (problem(1, cached=True, exact=True), HOPPER, "native"),
+    "kept, exact fp32": (problem(1, F32, cached=True, exact=True), HOPPER, "fp16_cache"),
+    "kept, an iteration": (problem(1, cached=True, channel="frac4", iteration=1), HOPPER, "cross_iter"),
+    "exact, few rows": (problem(NATIVE_ROWS, exact=True), HOPPER, "native"),
+    "exact, many rows": (problem(4096, exact=True), HOPPER, "native"),
+    "fp32, few rows": (problem(NATIVE_ROWS, F32), HOPPER, "native"),
+    "fp32, many rows": (problem(NATIVE_ROWS + 1, F32), HOPPER, "dense"),
+    "switched off, few rows": (problem(1, marlin=False), HOPPER, "native"),
+    "switched off, many rows": (problem(64, marlin=False), HOPPER, "dense"),
+    "no device format": (problem(64, unpackable="group_size=48 is odd"), HOPPER, "dense"),
+    "eight bits": (problem(1, bits=8), HOPPER, "native"),
+    "eight bits, many rows": (problem(64, bits=8), HOPPER, "dense"),
+    "dense weight": (problem(1, bits=16, cached=True), HOPPER, "fp16_cache"),
+    "dense weight, not kept": (problem(1, bits=16), HOPPER, "dense"),
+    "dense weight, exact": (problem(1, bits=16, cached=True, exact=True), HOPPER, "slabs"),
+    "channel, an iteration": (problem(1, channel="sign_bit", iteration=0), HOPPER, "cross_iter"),
+    "channel, none asked for": (problem(1, channel="sign_bit"), HOPPER, "tensor_core"),
+    "iteration, no channel": (problem(1, iteration=2), HOPPER, "tensor_core"),
+    "no cuda.core": (problem(1), BARE, "dense"),
+    "no cuda.core, exact": (problem(1, exact=True), BARE, "slabs"),
+    "no cuda.core, an iteration": (problem(1, channel="frac4", iteration=0), BARE, "dense"),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_chosen_kernel(case: str) -> None:
+    p, on, kernel = CHOSEN[case]
+    assert plan(p, on).kernel == kernel
+
+
+OFF = "dispatch to it is switched off (TINYLOOP_USE_MARLIN=0 or set_marlin_dispatch(False))"
+TURING = "Tesla T4 has compute capability 7.5; the GPU kernels need 8.0"
+REFUSED = {
+    "fp16_cache, none": (("fp16_cache", AMPERE, {}), "no dense copy is kept"),
+    "fp16_cache, exact": (
+        ("fp16_cache", AMPERE, {"cached": True, "exact": True}), "exact_int4 asks for fp32 arithmetic",
+    ),
+    "fp16_cache, iteration": (
+        ("fp16_cache", AMPERE, {"cached": True, "channel": "frac4", "iteration": 0}),
+        "this loop iteration rounds on its own, and the copy is of the stored codes",
+    ),
+    "tensor_core, bits": (("tensor_core", AMPERE, {"bits": 8}), "the weight has 8 bits"),
+    "tensor_core, exact": (
+        ("tensor_core", AMPERE, {"exact": True}),
+        "exact_int4 asks for fp32 arithmetic, tensor cores take 16-bit factors",
+    ),
+    "tensor_core, off": (("tensor_core", AMPERE, {"marlin": False}), OFF),
+    "tensor_core, old": (("tensor_core", CHIPS["7.5"], {}), TURING),
+    "tensor_core, no cuda.core": (("tensor_core", BARE, {}), BARE.missing),
+    "tensor_core, fp32": (
+        ("tensor_core", AMPERE, {"dtype": F32}), "activations are float32; tensor cores take float16 or bfloat16",
+    ),
+    "tensor_core, iteration": (
+        ("tensor_core", AMPERE, {"channel": "frac4", "iteration": 0}),
+        "this loop iteration rounds on its own, and the device format holds the stored codes",
+    ),
+    "tensor_core, unpackable": (("tensor_core", AMPERE, {"unpackable": "no groups of 48"}), "no groups of 48"),
+    "tensor_core, rows": (
+        ("tensor_core", AMPERE, {"M": DENSE + 1}),
+        f"M={DENSE + 1} > {DENSE}: arithmetic decides, and a dense copy for this call has more of it",
+    ),
+    "tensor_core, Hopper": (
+        ("tensor_core", HOPPER, {"M": 64}), f"M=64 > {MMA_ROWS_HOPPER}: Hopper's own instructions are faster",
+    ),
+    "hopper, other": (
+        ("hopper", AMPERE, {}), "NVIDIA A10 has compute capability 8.6; wgmma runs on 9.0 alone",
+    ),
+    "hopper, off": (("hopper", HOPPER, {"marlin": False}), OFF),
+    "hopper, rows": (
+        ("hopper", HOPPER, {"M": 999}),
+        f"M=999 > {DENSE_HOPPER}: arithmetic decides, and a dense copy for this call has more of it",
+    ),
+    "unpack_dense, off": (("unpack_dense", HOPPER, {"marlin": False}), OFF),
+    "unpack_dense, old": (("unpack_dense", CHIPS["7.5"], {}), TURING),
+    "cross_iter, no channel": (
+        ("cross_iter", AMPERE, {"iteration": 1}), "the weight has no channel (frac4 or sign_bit)",
+    ),
+    "cross_iter, off": (
+        ("cross_iter", AMPERE, {"channel": "frac4"}),
+        "no iteration's rounding is asked for: TINYLOOP_CROSS_ITER_ROUND is not 1, or nothing loops",
+    ),
+    "cross_iter, no cuda.core": (("cross_iter", BARE, {"channel": "frac4", "iteration": 1}), BARE.missing),
+    "cross_iter, old": (("cross_iter", CHIPS["7.5"], {"channel": "frac4", "iteration": 1}), TURING),
+    "dense, exact": (("dense", AMPERE, {"exact": True}), "exact_int4 asks for fp32 arithmetic"),
+    "dense, rows": (
+        ("dense", AMPERE, {"M": 3}),
+        f"M=3 ≤ {NATIVE_ROWS}: one thread per output is faster than dequantising the whole weight",
+    ),
+    "native, no cuda.core": (("native", BARE, {}), BARE.missing),
+    "native, old": (("native", CHIPS["7.5"], {}), TURING),
+    "native, dense weight": (("native", AMPERE, {"bits": 16}), "the weight is dense (16 bits)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    (kernel, on, changes), text = REFUSED[case]
+    assert reason(kernel, on, **changes) == text
+
+
+def test_every_kernel_but_slabs_is_refused_somewhere() -> None:
+    assert {kernel for (kernel, *_), _ in REFUSED.values()} == {k.name for k in CUDA_KERNELS} - {"slabs"}
+
+
+def test_dsp08_refusals_travel_in_order() -> None:
+    """All that stands before the chosen kernel, and no more."""
+    names = [k.name for k in CUDA_KERNELS]
+    for p, on, kernel in CHOSEN.values():
+        chosen = plan(p, on)
+        assert [name for name, _ in chosen.refused] == names[: names.index(kernel)]
+        assert all(text for _, text in chosen.refused)
+        assert chosen.why
+        assert bool(chosen.config) == (kernel in ("tensor_core", "hopper"))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_dsp01_hopper_is_exactly_9_0(chip: str) -> None:
+    on = CHIPS[chip]
+    kernels = {plan(problem(M, dtype), on).kernel for M in ROWS for dtype in (F16, BF16)}
+    assert ("hopper" in kernels) == (chip == "9.0")
+    assert (reason("hopper", on, M=64) is None) == (chip == "9.0")
+    assert build.arch(on.capability).endswith("a") == (chip in ("9.0", "10.0", "10.3"))
+    assert ("tensor_core" in kernels) == (chip in NEW)
+    assert kernels <= set(INT4_KERNELS) or chip in OLD
+
+
+@pytest.mark.parametrize("chip", OLD)
+def test_dsp02_dsp06_old_chips_say_what_they_lack_and_get_torch(chip: str) -> None:
+    """The GPU, the capability that is needed, and what is used instead: no kernel of ours, which would not compile."""
+    for M, dtype, exact, bits in itertools.product(ROWS, (F16, BF16, F32), (False, True), (4, 8, 16)):
+        chosen = plan(problem(M, dtype, exact=exact, bits=bits), CHIPS[chip])
+        assert chosen.kernel == ("slabs" if exact and dtype != F32 else "dense")
+    chosen = plan(problem(64), CHIPS[chip])
+    assert (
+        dict(chosen.refused)["tensor_core"]
+        == f"{CHIPS[chip].name} has compute capability {chip}; the GPU kernels need 8.0"
+    )
+    assert "dense product" in chosen.why
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_dsp05_all_is_decided_before_anything_runs(chip: str) -> None:
+    """Each bucket of rows on each shape: a plan, and on tensor cores a configuration, whatever the numbers."""
+    for M, (K, N), G in itertools.product(ROWS, SHAPES, (32, 64, 128, 256)):
+        chosen = plan(problem(M, N=N, K=K, G=min(G, K)), CHIPS[chip])
+        assert isinstance(chosen, Plan)
+        assert chosen.kernel in (*INT4_KERNELS, "dense")
+
+
+def test_slabs_are_last_and_take_everything() -> None:
+    assert CUDA_KERNELS[-1].name == "slabs"
+    for M, bits, dtype in itertools.product((0, 1, 1 << 33), (4, 8, 16, 32), (F32, BF16, F16)):
+        odd = Problem(M, 1, 1, 1, bits, dtype, exact=True, device="cuda:0", channel="frac4", iteration=1)
+        assert CUDA_KERNELS[-1].refuses(odd, BARE) is None
+
+
+# ---- knobs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def switch() -> Any:
+    tl.set_marlin_dispatch(None)
+    yield
+    tl.set_marlin_dispatch(None)
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), (None, True)])
+def test_use_marlin(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
+    if value is None:
+        monkeypatch.delenv(dispatch.USE_MARLIN, raising=False)
+    else:
+        monkeypatch.setenv(dispatch.USE_MARLIN, value)
+    assert dispatch.use_marlin() is on
+    tl.set_marlin_dispatch(not on)
+    assert dispatch.use_marlin() is not on
+    tl.set_marlin_dispatch(None)
+    assert dispatch.use_marlin() is on
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2", "True", " 1"])
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        (dispatch.USE_MARLIN, dispatch.use_marlin), (dispatch.FP16_BODY, dispatch.fp16_body),
+        (dispatch.CROSS_ITER_ROUND, dispatch.cross_iter_round),
+    ],
+)  # fmt: skip
+def test_rubbish_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, ask: Any, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        tl.InputError, match=rf"^{name}='{value}' is neither '0' nor '1'; set one of them, or unset it$"
+    ):
+        ask()
+
+
+def test_what_is_said_in_code_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.USE_MARLIN, "rubbish")
+    tl.set_marlin_dispatch(False)
+    assert dispatch.use_marlin() is False
+
+
+@pytest.mark.parametrize("value", [1, 0, "1", "off", 1.0])
+def test_set_marlin_dispatch_takes_truth_values(value: Any) -> None:
+    with pytest.raises(
+        tl.InputError, match=r"^set_marlin_dispatch\(.*\): give True, False, or None to follow TINYLOOP"
+    ):
+        tl.set_marlin_dispatch(value)
+    assert dispatch.use_marlin() is True
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), (None, False)])
+def test_fp16_body(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
+    monkeypatch.delenv(dispatch.FP16_BODY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(dispatch.FP16_BODY, value)
+    assert dispatch.fp16_body() is on
+
+
+class Elsewhere(tl.PackedWeight):
+    """A weight that says it is on a GPU, and is never touched."""
+
+    def __init__(self, weight: tl.QuantWeight):
+        super().__init__(weight)
+        self.device = torch.device("cuda", 0)
+
+
+def test_the_problem_that_a_weight_poses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.USE_MARLIN, raising=False)
+    w = Elsewhere(random_quant_weight(256, 96, 64, seed=0))
+    p = ops.problem(w, 5, BF16)
+    assert p == Problem(5, 96, 256, 64, 4, BF16, device="cuda:0", marlin=True, unpackable=None)
+    tl.set_marlin_dispatch(False)
+    assert ops.problem(w, 5, BF16).marlin is False
+    assert dict(plan(ops.problem(w, 5, BF16), HOPPER).refused)["tensor_core"] == OFF
+    assert ops.problem(w, 5, BF16, exact=True).exact
+
+
+def test_a_weight_without_device_format() -> None:
+    w = Elsewhere(random_quant_weight(96, 64, 48, seed=0))
+    p = ops.problem(w, 64, F16)
+    assert p.unpackable == marlin.refusal(w.weight)
+    assert dict(plan(p, HOPPER).refused)["tensor_core"] == (
+        "group_size=48 is neither a multiple of 32 below K=96, nor K or −1 for one group"
+    )
+    assert plan(p, HOPPER).kernel == "dense"
+
+
+def test_a_weight_with_a_channel_in_an_iteration() -> None:
+    w = Elsewhere(with_random_channel(random_quant_weight(128, 64, 64, seed=0), "frac4"))
+    assert plan(ops.problem(w, 1, F16), HOPPER).kernel == "tensor_core"
+    assert plan(ops.problem(w.at(3), 1, F16), HOPPER).kernel == "cross_iter"
+
+
+# ---- no GPU, an old GPU, no cuda.core -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
+def test_no_gpu_is_a_sentence(device: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tinyloop"):
+        assert tl.marlin_available(device) is False
+    (text,) = [r.getMessage() for r in caplog.records]
+    assert text.startswith(f"no INT4 tensor-core path: device={str(device)!r}: ")
+    assert text.endswith("use cpu")
+    with pytest.raises(tl.InputError, match=r"use cpu$"):
+        tl.explain(problem(device=str(device)))
+    with pytest.raises(tl.InputError, match=r"use cpu$"):
+        plan(problem(device=str(device)))
+
+
+def test_a_cpu_is_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tinyloop"):
+        assert tl.marlin_available("cpu") is False
+    assert "device='cpu' is no GPU; give cuda, or cuda:1 for a second one" in caplog.text
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch as it looks beside one GPU: `gpu("9.0")`, or with a reason why nothing compiles."""
+
+    def install(name: str, missing: str | None = None) -> None:
+        c = CHIPS[name]
+        properties = SimpleNamespace(
+            name=c.name, major=c.capability[0], minor=c.capability[1], multi_processor_count=c.multiprocessors,
+            shared_memory_per_block_optin=c.shared_memory, total_memory=c.memory,
+        )  # fmt: skip
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        for attribute, value in {
+            "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+            "get_device_properties": lambda index: properties,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, attribute, value)
+        monkeypatch.setattr(build, "missing", lambda capability: missing)
+        monkeypatch.setattr(launch, "chip", functools.cache(launch.chip.__wrapped__))
+
+    return install
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_available_from_8_0_on(name: str, gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An old GPU costs one line of log, once."""
+    gpu(name)
+    assert tl.marlin_available() is tl.marlin_available("cuda:0") is (name in NEW)
+    assert dispatch.chip("cuda") == CHIPS[name]
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warned == (
+        [] if name in NEW else [f"cuda:0 computes with torch's dense products alone: {CHIPS[name].refusal}"]
+    )
+
+
+def test_dsp04_no_cuda_core_is_one_visible_warning(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    gpu("9.0", "cuda.core is not installed (No module named 'cuda'): pip install 'tinyloop[cuda]'")
+    for _ in range(2):
+        assert plan(problem(64)).kernel == "dense"
+        assert tl.marlin_available() is False
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.endswith("cuda.core is not installed (No module named 'cuda'): pip install 'tinyloop[cuda]'")
+    assert "not tensor_core: cuda.core is not installed" in " ".join(str(tl.explain(problem(64))).split())
+
+
+def test_a_second_gpu_that_is_not_there(gpu: Any) -> None:
+    gpu("9.0")
+    with pytest.raises(tl.InputError, match=r"^device='cuda:1': this machine has 1; give cuda:0 to cuda:0$"):
+        plan(problem(device="cuda:1"))
+
+
+def test_explain_shows_tiles_and_refusals(gpu: Any) -> None:
+    gpu("8.6")
+    explained = tl.explain(problem(16))
+    chosen = explained.weights[0].plans[0]
+    text = " ".join(str(explained).split())
+    assert chosen == plan(problem(16), AMPERE)
+    assert f"tensor_core takes {chosen.config} (M = 16)" in text
+    assert "not fp16_cache: no dense copy is kept" in text
+    assert explained.to_dict()["weights"][0]["configs"] == {"16": chosen.config}
+
+
+# ---- configurations ---------------------------------------------------------------------------------------------
+
+
+PADDED = [(M, N, K) for M in (0, 1, 7, *ROWS[3:]) for N in (64, 128, 2048, 4096, 16384, 50304, 1 << 20)
+          for K in (128, 256, 2048, 8192, 28672)]  # fmt: skip
+
+
+def shares(config: Config, chunks: int) -> list[tuple[int, int]]:
+    """(first, count) of each team of each slice, in order, as tensor_core.cu divides the chunks."""
+    found = []
+    for split in range(config.splits):
+        slice0 = chunks * split // config.splits
+        slice_ = chunks * (split + 1) // config.splits - slice0
+        for team in range(config.WK):
+            first = slice0 + slice_ * team // config.WK
+            found.append((first, slice0 + slice_ * (team + 1) // config.WK - first))
+    return found
+
+
+@pytest.mark.parametrize("chip", NEW)
+@pytest.mark.parametrize("pair", [False, True])
+def test_configurations(chip: str, pair: bool) -> None:
+    on = CHIPS[chip]
+    known = set(variants([on]))
+    for M, N, K in PADDED:
+        c = choose(M, N, K, on, pair)
+        assert c == choose(M, N, K, on, pair)
+        assert c.shared_memory(scale32=True, halves=True) + 2048 <= on.shared_memory
+        assert c.threads <= 512
+        assert c.splits >= 1
+        assert c.WN % 2 == 0 or not pair
+        assert dataclasses.replace(c, splits=1) in known
+        covered = [k for first, count in shares(c, K // CHUNK) for k in range(first, first + count)]
+        assert covered == list(range(K // CHUNK))  # each chunk once, in the order in which sums are added
+        if c.splits > 1:
+            assert min(count for _, count in shares(c, K // CHUNK)) >= 1
+            tiles = -(-M // c.rows) * -(-N * (2 if pair else 1) // c.columns)
+            assert tiles * c.splits * c.rows * c.columns * 4 <= 64 << 20  # bytes of scratch
+
+
+def test_few_tiles_are_cut_and_many_are_not() -> None:
+    assert choose(1, 2048, 8192, HOPPER).splits > 1
+    assert choose(1, 1 << 17, 8192, HOPPER).splits == 1
+    assert choose(1, 2048, 128, HOPPER).splits == 1
+
+
+def test_smaller_memory_gets_a_smaller_pipeline() -> None:
+    sizes = [choose(1, 2048, 8192, CHIPS[chip]).shared_memory() for chip in ("8.6", "8.0", "9.0")]
+    assert sizes == sorted(set(sizes))
+
+
+def test_all_kinds_together_have_all_variants() -> None:
+    assert set(variants()) == {c for on in KINDS for c in variants([on])}
+    for chip in NEW:
+        assert set(variants([CHIPS[chip]])) <= set(variants())
+
+
+@pytest.mark.parametrize("c", hopper_variants(), ids=str)
+@pytest.mark.parametrize(("scale32", "halves"), [*itertools.product((False, True), (False, True))])
+def test_hopper_configurations(c: Any, scale32: bool, halves: bool) -> None:
+    assert c.stages(scale32, halves) >= 3
+    assert c.shared_memory(scale32, halves) <= HOPPER.shared_memory
+    assert c.NJ * c.BM <= 256  # accumulators
+
+
+def test_hopper_tiles_are_those_that_are_compiled() -> None:
+    assert {choose_hopper(M, N, K, 132) for M, N, K in PADDED} <= set(hopper_variants())
+
+
+@pytest.mark.parametrize("blocks", [1, 78, 114, 132])
+def test_hopper_schedule_covers_each_chunk_once(blocks: int) -> None:
+    c = hopper_variants()[0]
+    for tiles, chunks in itertools.product((1, 2, 16, 77, 131, 132, 133, 200, 264, 1000), (2, 3, 4, 32, 128, 448)):
+        work = c.schedule(tiles, chunks, blocks)
+        cut = (tiles - work.whole) * chunks
+        assert 0 <= work.whole <= tiles
+        assert work.total == cut
+        if cut:
+            assert work.pieces <= blocks
+            assert work.piece * (work.pieces - 1) < cut <= work.piece * work.pieces
+        else:
+            assert work.pieces == 0
