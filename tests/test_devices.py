@@ -190,6 +190,24 @@ def test_cli_names_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "device='cuda': this torch" in done.output
 
 
+def test_float16_runs_through_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, through torch's layers as on a GPU, with exact products: three bits more than bfloat16 are four times
+    as near at least, over 15 applications."""
+    monkeypatch.setattr(devices, "CPU_DTYPES", devices.CUDA_DTYPES)
+    plain = dispatch.Machine(numba=False, int4pack=False, bf16=False, memory=1 << 32)
+    monkeypatch.setattr(dispatch, "machine", lambda: plain)
+    tokens, checkpoint = tokens_of(60), tiny_checkpoint(qk_norm=True, sliding_window=(16, None, 16))
+    logits = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        model = Model(checkpoint, dtype, lambda x, w: dense_product(x.float(), w).to(x.dtype))
+        cache = model.new_cache(1, 60)
+        parts = [model.hidden(tokens[:, part], cache) for part in (slice(0, 40), slice(40, 41), slice(41, 60))]
+        assert {h.dtype for h in parts} == {dtype}
+        logits[dtype] = model.head(torch.cat(parts, 1)).double()
+    error = {dtype: float((y - logits[torch.float32]).norm()) for dtype, y in logits.items()}
+    assert 0 < 4 * error[torch.float16] < error[torch.bfloat16]
+
+
 # On a GPU, against the same model on the CPU in fp32.
 
 

@@ -125,6 +125,14 @@ def test_attention_is_its_definition(c: Case) -> None:
     assert error(layers.attention(qkv, *others), exact(c, F32)) <= 2**-24 * 10 * math.sqrt(10)
 
 
+@pytest.mark.parametrize("c", [c for c in CASES if c.heads != c.kv_heads], ids=str)
+def test_attention_with_a_key_for_every_head_is_the_same(c: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form that masks and fp32 take on a GPU."""
+    monkeypatch.setattr(layers, "_wants_equal_heads", lambda q, mask: True)
+    qkv, *others = inputs(c, F32)
+    assert error(layers.attention(qkv, *others), exact(c, F32)) <= 2**-24 * 10 * math.sqrt(10)
+
+
 @pytest.mark.parametrize("c", [c for c in CASES if c.cached], ids=str)
 @pytest.mark.parametrize("module", ["layers", pytest.param("rows", marks=compiled)])
 def test_only_new_positions_of_the_slot_are_written(module: str, c: Case) -> None:

@@ -90,12 +90,17 @@ def attention(
     if slot is not None:
         k, v = append(slot, places, k, v)
     mask = places.mask(k.shape[2], spec.window)
-    if H != HKV and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # CUDA's kernels for these cases take no grouped heads; torch would write all scores to memory instead.
+    if H != HKV and _wants_equal_heads(q, mask):
         k, v = k.repeat_interleave(H // HKV, 1), v.repeat_interleave(H // HKV, 1)
     causal = mask is None and T > 1
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=k.shape[1] != H)
     return y.transpose(1, 2).reshape(B, T, H * D)
+
+
+def _wants_equal_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch would write all scores to memory for heads that share keys: its CUDA kernels that take a mask or
+    fp32 want a key for every query head."""
+    return q.is_cuda and (mask is not None or q.dtype == torch.float32)
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:  # [M, V], int64 [M] → fp32 [M]
