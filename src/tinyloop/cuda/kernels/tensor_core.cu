@@ -37,6 +37,7 @@
 #define PAIR 0
 #endif
 
+constexpr int UNIT_STEPS = CHUNK / 16 / UNITS;
 constexpr int BM = WM * MT * 8, BN = WN * 64, TEAM = WM * WN * 32, THREADS = TEAM * WK;
 constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = WN * CHUNK * 32;
 constexpr int PARAM_BYTES = SCALE_BYTES + DELTA_BYTES;  // of 64 columns
@@ -202,8 +203,10 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
     const int lane = at.lane, r = lane >> 2;
 #if !DECODE
     float part[4][MT][4] = {}, sum[MT][4] = {};
+#if !SYMMETRIC
     const u32 one = BF16 ? 0x3f803f80 : 0x3c003c00;
     const u32 ones[4] = {one, one, one, one};
+#endif
     int units_left = p.units_per_group - first * UNITS % p.units_per_group;
 #endif
     const u32 end = memory + STAGES * STAGE_BYTES;
@@ -366,7 +369,9 @@ DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, c
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) tensor_core(const __grid_constant__ Arguments arguments) {
+// One block per multiprocessor is enough: shared memory allows no more of most tiles, and without the 1 ptxas spills to
+// fit a second one.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __grid_constant__ Arguments arguments) {
     const Problem& p = arguments.p;
     release_successor();
     extern __shared__ __align__(128) u8 memory[];

@@ -15,7 +15,7 @@
 #endif
 
 constexpr int CHUNK = 64;  // k per stage
-constexpr int UNITS = HALVES ? 2 : 1, UNIT_STEPS = CHUNK / 16 / UNITS;
+constexpr int UNITS = HALVES ? 2 : 1;
 constexpr int SCALE_BYTES = SCALE32 ? 256 : 128, DELTA_BYTES = SYMMETRIC ? 0 : 256;  // of 64 columns
 
 struct Weight {

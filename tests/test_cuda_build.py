@@ -1,0 +1,278 @@
+"""Every GPU kernel compiled for every chip without a GPU: no error, no warning, no register spilled, no local memory.
+
+What is compiled: each kernel file with every combination of its macros for every chip; but of the tensor-core kernels,
+for each chip, the tiles that `config.choose` may give there. A tile's flags are not the full product: all chips that
+may choose the tile see together a set in which every two values of two flags meet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import io
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyloop.cuda import build, gemm, hopper, paths
+from tinyloop.cuda.config import KINDS, Config, hopper_variants, variants
+from tinyloop.cuda.gemm import defines
+
+CHIPS = {build.arch(chip.capability): chip for chip in KINDS}
+TILES = {tile: [arch for arch, chip in CHIPS.items() if tile in variants([chip])] for tile in variants()}
+ENTRIES = {
+    "tensor_core": {"tensor_core"},
+    "hopper": {"hopper"},
+    "correction": {"a_group_sum", "correction_accum"},
+    "native": {"native", "dequantize"},
+    "unpack": {"unpack"},
+}
+STATIC_SHARED = 2 << 10  # bytes beside the stages that `config.choose` leaves room for
+REGISTERS = 1 << 16  # of a multiprocessor, whatever the chip
+Flags = dict[str, int]
+
+
+def tool(name: str) -> str:
+    """A program of the CUDA toolkit, from its package or from the PATH."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else [Path(p) / "cu13" / "bin" for p in spec.submodule_search_locations or ()]
+    found = shutil.which(name, path=os.pathsep.join(map(str, folders))) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed: pip install 'tinyloop[dev]'")
+    return found
+
+
+def flags_of(config: Config) -> list[Flags]:
+    """What one tile may be compiled with. COLUMN is one group over K, so groups cannot begin in the middle of a chunk;
+    a PAIR shares the block between warps of two weights, and is never SYMMETRIC."""
+    layouts = [{"HALVES": 0, "COLUMN": 0}, {"HALVES": 1, "COLUMN": 0}, {"HALVES": 0, "COLUMN": 1}]
+    uses = [{"SYMMETRIC": 0, "PAIR": 0}, {"SYMMETRIC": 1, "PAIR": 0}, {"SYMMETRIC": 0, "PAIR": 1}]
+    if config.WN % 2:
+        uses.pop()
+    rest = [{"BF16": bf16, "SCALE32": scale32} for bf16 in (0, 1) for scale32 in (0, 1)]
+    return [layout | use | other for layout in layouts for use in uses for other in rest]
+
+
+def meetings(flags: Flags) -> set[tuple[tuple[str, int], ...]]:
+    return set(itertools.combinations(sorted(flags.items()), 2))
+
+
+def covering(rows: list[Flags]) -> list[Flags]:
+    """Rows in which every two values meet that meet at all, the row with the most new meetings first."""
+    left, chosen = set[Any]().union(*map(meetings, rows)), list[Flags]()
+    while left:
+        chosen.append(max(rows, key=lambda row: len(left & meetings(row))))
+        left -= meetings(chosen[-1])
+    return chosen
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation."""
+
+    name: str
+    macros: tuple[tuple[str, int], ...]
+    arch: str
+    threads: int = 128
+    tile: Config | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {' '.join(f'{k}={v}' for k, v in self.macros)} on {self.arch}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a kernel takes, as cuobjdump reads it from the machine code."""
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+    constants: int
+
+
+@dataclass(frozen=True)
+class Built:
+    code: bytes = b""
+    log: str = ""
+    error: str = ""
+    uses: tuple[tuple[str, Use], ...] = ()
+
+
+def tensor_core_jobs() -> Iterator[Job]:
+    for i, (tile, chips) in enumerate(TILES.items()):
+        rows = covering(flags_of(tile))
+        for j in range(max(len(rows), len(chips))):
+            macros = defines(tile, **{k: bool(v) for k, v in rows[j % len(rows)].items()})
+            yield Job("tensor_core", tuple(macros.items()), chips[(i + j) % len(chips)], tile.threads, tile)
+
+
+def hopper_jobs() -> Iterator[Job]:
+    """All of them: few tiles, one chip, no PAIR and no SYMMETRIC."""
+    for tile in hopper_variants():
+        for flags in (f for f in flags_of(Config(1, 1, 1, 1, 2, True)) if not f["SYMMETRIC"]):
+            macros = hopper.defines(tile, **{k: bool(v) for k, v in flags.items() if k not in ("SYMMETRIC", "PAIR")})
+            yield Job("hopper", tuple(macros.items()), "sm_90a", tile.threads)
+
+
+def product_of(name: str, **values: tuple[int, ...]) -> Iterator[Job]:
+    for row in itertools.product(*values.values()):
+        macros = dict(zip(values, row, strict=True))
+        if (macros.get("BITS") == 8 and macros["CHANNEL"]) or (macros.get("X32", 0) and macros["BF16"]):
+            continue  # a channel belongs to 4-bit codes; fp32 is not bf16
+        yield from (Job(name, tuple(macros.items()), arch) for arch in CHIPS)
+
+
+def jobs() -> list[Job]:
+    two = (0, 1)
+    return [
+        *tensor_core_jobs(),
+        *hopper_jobs(),
+        *product_of("correction", BF16=two, COLUMN=two),
+        *product_of("native", BITS=(4, 8), CHANNEL=(0, 1, 2), PARAM32=two, X32=two, BF16=two),
+        *product_of("unpack", BF16=two, SCALE32=two, COLUMN=two),
+    ]
+
+
+def resources(code: bytes, folder: Path) -> tuple[tuple[str, Use], ...]:
+    path = folder / f"{hash(code):x}.cubin"
+    path.write_bytes(code)
+    text = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+) CONSTANT\[0\]:(\d+)", text
+    )  # fmt: skip
+    return tuple((name, Use(*map(int, numbers))) for name, *numbers in found)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Built]:
+    if reason := build.missing():
+        pytest.skip(f"nothing compiles here: {reason}")
+    tool("cuobjdump")
+    folder = tmp_path_factory.mktemp("cubins")
+
+    def one(job: Job) -> Built:
+        log = io.StringIO()
+        try:
+            code = build.compile_kernels(job.name, dict(job.macros), job.arch, logs=log).code
+        except RuntimeError as e:
+            return Built(error=str(e), log=log.getvalue())
+        return Built(code, log.getvalue(), uses=resources(code, folder))
+
+    work = jobs()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC runs without the interpreter's lock
+        return dict(zip(work, pool.map(one, work), strict=True))
+
+
+def test_every_variant_compiles(built: dict[Job, Built]) -> None:
+    assert not [f"{job}: {b.error}" for job, b in built.items() if b.error]
+    assert not [str(job) for job, b in built.items() if {name for name, _ in b.uses} != ENTRIES[job.name]]
+
+
+def test_no_warnings(built: dict[Job, Built]) -> None:
+    assert not [f"{job}: {b.log}" for job, b in built.items() if b.log.strip("\0 \n")]
+
+
+def test_no_spill_and_no_local_memory(built: dict[Job, Built]) -> None:
+    """Registers are spilled to the stack, and the stack is local memory."""
+    uses = [(job, name, use) for job, b in built.items() for name, use in b.uses]
+    assert not [f"{job}, {name}: {use}" for job, name, use in uses if use.stack or use.local]
+
+
+def test_registers_and_static_shared_memory_leave_room_to_launch(built: dict[Job, Built]) -> None:
+    for job, b in built.items():
+        for name, use in b.uses:
+            assert -(-use.registers // 8) * 8 * job.threads <= REGISTERS, f"{job}, {name}: {use}"
+            assert job.name != "tensor_core" or use.shared <= STATIC_SHARED, f"{job}, {name}: {use}"
+
+
+def test_no_load_or_store_of_local_memory_in_the_machine_code(built: dict[Job, Built], tmp_path: Path) -> None:
+    """The same, seen in the instructions: for each chip, of the variant that has the fewest registers to spare."""
+    for arch in CHIPS:
+        on_chip = {job: b for job, b in built.items() if job.arch == arch and b.uses}
+        tightest = max(on_chip, key=lambda job: max(use.registers for _, use in on_chip[job].uses))
+        sass = instructions(on_chip[tightest].code, tmp_path)
+        assert "MMA" in sass  # it is a listing
+        assert not local_accesses(sass), tightest
+
+
+def instructions(code: bytes, folder: Path) -> str:
+    path = folder / "kernel.cubin"
+    path.write_bytes(code)
+    return subprocess.run([tool("nvdisasm"), "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def local_accesses(sass: str) -> list[str]:
+    return re.findall(r".*(?:\bLDL\b|\bSTL\b|SpillRefill).*", sass)
+
+
+def test_the_checks_see_a_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The control: an array that is indexed at run time cannot stay in registers; an unused variable is warned of."""
+    if reason := build.missing():
+        pytest.skip(f"nothing compiles here: {reason}")
+    text = """extern "C" __global__ void k(int* p) {
+        int unused, v[32];
+        for (int i = 0; i < 32; i++) v[i] = p[i];
+        for (int i = 0; i < 32; i++) v[p[i] & 31] += i;
+        for (int i = 0; i < 32; i++) p[i] = v[i];
+    }"""
+    monkeypatch.setattr(build, "source", lambda name: text)
+    log = io.StringIO()
+    code = build.compile_kernels("control", {}, "sm_80", logs=log).code
+    ((name, use),) = resources(code, tmp_path)
+    assert name == "k"
+    assert use.stack >= 128
+    assert local_accesses(instructions(code, tmp_path))
+    assert "never referenced" in log.getvalue()
+
+
+def test_python_and_kernels_agree_on_the_size_of_arguments(built: dict[Job, Built]) -> None:
+    """Constants of bank 0 are 352 bytes of the launch's own on 8.0, or 528 on 9.0, and then the arguments, which begin
+    where their alignment wants them: at 576 where that is 64."""
+    structs = {
+        "tensor_core": gemm._Arguments,
+        "hopper": hopper._Arguments,
+        "a_group_sum": paths._Sums,
+        "correction_accum": paths._Correction,
+        "native": paths._Native,
+        "dequantize": paths._Dequantize,
+        "unpack": paths._Unpack,
+    }
+    uses = {(job.arch, name): use for job, b in built.items() for name, use in b.uses}
+    seen = {name: use.constants - 352 for (arch, name), use in uses.items() if arch == "sm_80"}
+    seen["hopper"] = uses["sm_90a", "hopper"].constants - 576
+    assert seen == {name: ctypes.sizeof(struct) for name, struct in structs.items()}
+
+
+def test_the_set_of_variants() -> None:
+    """Each tile meets each of its chips, every two values of its flags each other, and every flag every chip."""
+    assert list(CHIPS) == ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
+    work, seen = list(tensor_core_jobs()), set[Any]()
+    for tile, chips in TILES.items():
+        own = [job for job in work if job.tile == tile]
+        assert {job.arch for job in own} == set(chips)
+        names = set(flags_of(tile)[0])
+        met = set[Any]().union(*(meetings({k: v for k, v in job.macros if k in names}) for job in own))
+        assert met == set[Any]().union(*map(meetings, flags_of(tile)))
+        seen |= {(job.arch, flag, value) for job in own for flag, value in job.macros if value in (0, 1)}
+    flags = ("BF16", "SCALE32", "COLUMN", "HALVES", "SYMMETRIC", "PAIR", "DECODE")
+    assert seen >= set(itertools.product(CHIPS, flags, (0, 1)))
+
+
+def test_every_kernel_file_is_compiled() -> None:
+    folder = Path(build.__file__).parent / "kernels"
+    assert {path.stem for path in folder.glob("*.cu")} == {job.name for job in jobs()} == set(ENTRIES)
+
+
+def test_kernels_include_nothing() -> None:
+    for path in (Path(build.__file__).parent / "kernels").iterdir():
+        assert "#include" not in path.read_text("utf-8"), path.name

@@ -1,0 +1,219 @@
+"""The device format and the kernels' way of reading it, against each other, without a GPU.
+
+The few lines of the `.cu` files that turn a word into weights, and say where a column's parameters stand, are taken
+from the files and evaluated here: what changes on one side alone is found on any machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import random_quant_weight
+from tinyloop.cuda import build
+from tinyloop.marlin import MarlinWeight
+from tinyloop.reference import dequantize64
+
+KERNELS = Path(build.__file__).parent / "kernels"
+Array = Any  # numpy's, of whatever dtype
+Pair = tuple[Array, Array]  # the low and the high half of a register
+
+
+# ---- C to Python: as much of it as the kernels' decoding is written in -----------------------------------------------
+
+
+@cache
+def body(file: str, head: str, bf16: bool) -> str:
+    """What stands between the braces of the function that begins with `head`, for one 16-bit type."""
+    text = (KERNELS / file).read_text("utf-8")
+    assert text.count(head) == 1, f"{file} has {text.count(head)} functions that begin with {head!r}"
+    inside = text[text.index(head) + len(head) :]
+    inside = re.split(r"^}|(?<=;) }\n", inside[inside.index("{") + 1 :], maxsplit=1, flags=re.M)[0]
+    inside = re.sub(r"#if BF16\n(.*?)#else\n(.*?)#endif\n", r"\1" if bf16 else r"\2", inside, flags=re.S)
+    return re.sub(r"//.*", "", inside)
+
+
+def python(c: str) -> list[str]:
+    """Statements of C as statements of Python."""
+    c = re.sub(r"\b(\w+)<([^<>()]+)>\(", r"\1(\2, ", c)  # template arguments come first
+    c = re.sub(r"\b(\d+\.\d*)f\b", r"\1", c)
+    c = re.sub(r"\bAffine\{(.*)\};", r"Affine(\1);", c)
+    c = re.sub(r"\b(const )?(u32|float|int) (?=\w+ =)", "", c)
+    c = re.sub(r",\s+(?=\w+ = )", ";", c)  # of one declaration
+    return [statement.strip() for statement in c.split(";") if statement.strip()]
+
+
+def evaluate(c: str, names: dict[str, Any]) -> Any:
+    """Run statements; what they return, or the names they leave."""
+    for statement in python(c):
+        if condition := re.match(r"if \((\w+)\) (.*)", statement, flags=re.S):
+            if not names[condition[1]]:
+                continue
+            statement = condition[2]
+        if statement.startswith("return "):
+            return eval(statement.removeprefix("return ").strip(), names)
+        exec(statement, names)
+    return names
+
+
+@dataclass
+class Affine:
+    step: Array
+    base: Array
+
+
+def byte_perm(x: Array, y: int, selector: int) -> Array:
+    """Four bytes chosen among those of x (0 to 3) and of y (4 to 7), the lowest first."""
+    source = [x >> 8 * i & 255 for i in range(4)] + [np.full_like(x, y >> 8 * i & 255) for i in range(4)]
+    chosen = [source[selector >> 4 * i & 7] << 8 * i for i in range(4)]
+    return chosen[0] | chosen[1] | chosen[2] | chosen[3]
+
+
+def number_of_halves(bf16: bool) -> Callable[[Array], Pair]:
+    """Both halves of a register as the numbers they stand for."""
+
+    def read(word: Array) -> Pair:
+        halves = [(np.asarray(word, np.uint32) >> s & 0xFFFF).astype(np.uint16) for s in (0, 16)]
+        if bf16:
+            low, high = ((h.astype(np.uint32) << 16).view(np.float32) for h in halves)
+        else:
+            low, high = (h.view(np.float16).astype(np.float32) for h in halves)
+        return low, high
+
+    return read
+
+
+def intrinsics(bf16: bool) -> dict[str, Any]:
+    halves = number_of_halves(bf16)
+
+    def round16(v: Array) -> Array:
+        return torch.from_numpy(v).to(torch.bfloat16 if bf16 else torch.float16).float().numpy()
+
+    def fma2(a: Array, b: int, c: int) -> Pair:
+        low, high = (x * y + z for x, y, z in zip(halves(a), halves(b), halves(c), strict=True))
+        return round16(low), round16(high)
+
+    def weights2(*arguments: Any) -> Pair:
+        i, j, bytes_, c = arguments
+        inside = body("weight.cuh", "DEVICE u32 weights2(u32 bytes, Affine c)", bf16)
+        return evaluate(inside, names | {"I": i, "J": j, "bytes": bytes_, "c": c})  # type: ignore[no-any-return]
+
+    names = {
+        "and_or": lambda mask, magic, w: w & np.uint32(mask) | np.uint32(magic),
+        "fma2": fma2,
+        "fmaf": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
+        "pack2": lambda low, high: (round16(low), round16(high)),
+        "weights2": weights2,
+        "Affine": Affine,
+        "__byte_perm": byte_perm,
+        "__uint_as_float": lambda w: w.view(np.float32),
+    }
+    return names
+
+
+# ---- the kernels' view of a weight -------------------------------------------------------------------------------
+
+
+def words(m: MarlinWeight) -> Array:  # uint32 [K/16, N/64, lane, j]
+    """The fragments in memory: `B + (step · blocks64 + block) · 32 + lane`, sixteen bytes each."""
+    return m.B.numpy().view(np.uint32).reshape(m.Kp // 16, m.Np // 64, 32, 4)
+
+
+def matrix(fragments: list[Pair]) -> Array:
+    """W [K, N] from the fragments a[0..3] of Wᵀ of every lane, as `mma` defines them (ptx.cuh): a[i] is column
+    r + 8·(i & 1) of the word's sixteen, its halves k = 2t + 8·(i >> 1) and the one after."""
+    steps, blocks, _, _ = fragments[0][0].shape
+    W = np.full((steps, 16, blocks, 4, 16), np.nan, np.float32)  # [step, k, block, j, column]
+    for lane in range(32):
+        r, t = lane >> 2, lane & 3
+        for i, (low, high) in enumerate(fragments):
+            k, column = 2 * t + 8 * (i >> 1), r + 8 * (i & 1)
+            W[:, k, :, :, column], W[:, k + 1, :, :, column] = low[:, :, lane], high[:, :, lane]
+    return W.reshape(16 * steps, 64 * blocks)
+
+
+def parameter_places(column_order: bool, size: int) -> Array:  # [r, i]
+    """Where parameter of column 8i + r stands among the 64 of its run."""
+    inside = body("weight.cuh", "DEVICE u32 param_offset(int r, int i)", False)
+    names = {"COLUMN": column_order, "SIZE": size}
+    return np.array([[evaluate(inside, names | {"r": r, "i": i}) // size for i in range(8)] for r in range(8)])
+
+
+def parameters(m: MarlinWeight, t: torch.Tensor) -> Array:  # fp32 [groups, N/64, lane, i]
+    """What `load_params` gives a lane: i ↔ column 8i + r."""
+    runs = t.float().numpy().reshape(t.shape[0], m.Np // 64, 64)
+    places = parameter_places(m.group_size == -1, t.element_size())
+    return runs[:, :, places[np.arange(32) >> 2]]
+
+
+CASES = [(128, 64, 32), (256, 128, 64), (256, 192, 128), (384, 64, 384), (200, 100, 64), (256, 64, 96), (7, 3, 7)]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "×".join(map(str, case)))
+def packed(request: pytest.FixtureRequest) -> tuple[Any, MarlinWeight]:
+    K, N, G = request.param
+    weight = random_quant_weight(K, N, G, seed=1)
+    return weight, MarlinWeight.of(weight)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+def test_integers_are_the_codes_less_8(packed: tuple[Any, MarlinWeight], bf16: bool) -> None:
+    """`fold`: exact, and 0 wherever the format is padded."""
+    weight, m = packed
+    inside = body("tensor_core.cu", "DEVICE void integers(u32 (&a)[4], u32 w)", bf16)
+    a: list[Any] = [None] * 4
+    evaluate(inside, intrinsics(bf16) | {"a": a, "w": words(m)})
+    got = matrix(a)
+    assert (got[: m.K, : m.N] == weight.codes().numpy().astype(np.float32) - 8).all()
+    got[: m.K, : m.N] = 0
+    assert (got == 0).all()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+def test_weights_are_the_weights(packed: tuple[Any, MarlinWeight], bf16: bool) -> None:
+    """`decode`: what fp32 arithmetic gives, rounded once to 16 bits; two roundings may differ by a unit of the last."""
+    weight, m = packed
+    names = intrinsics(bf16)
+    scale, delta = parameters(m, m.S), parameters(m, m.delta)
+    group = np.arange(m.Kp // 16) * 16 // (m.Kp if m.group_size == -1 else m.group_size)
+    affine = evaluate(
+        body("weight.cuh", "DEVICE Affine affine(float scale, float delta)", bf16),
+        names | {"scale": scale[group], "delta": delta[group]},
+    )
+    a: list[Any] = [None] * 4
+    for i in range(4):
+        a[i] = (np.empty(words(m).shape, np.float32), np.empty(words(m).shape, np.float32))
+    for j in range(4):
+        of_word: list[Any] = [None] * 4
+        low, high = (Affine(affine.step[..., 2 * j + h], affine.base[..., 2 * j + h]) for h in (0, 1))
+        inside = body("weight.cuh", "DEVICE void weights(u32 (&a)[4], u32 w, Affine low, Affine high)", bf16)
+        evaluate(inside, names | {"a": of_word, "w": words(m)[..., j], "low": low, "high": high})
+        for i, half in ((i, half) for i in range(4) for half in (0, 1)):
+            a[i][half][..., j] = of_word[i][half]
+    got = torch.from_numpy(matrix(a)[: m.K, : m.N]).double()
+    W = dequantize64(weight)
+    largest = W.abs().max()
+    assert (got - W).abs().max() <= largest * 2.0 ** (-8 if bf16 else -11) * 1.01
+    assert ((got - W).abs() <= W.abs() * 2.0 ** (-8 if bf16 else -11) + largest * 2.0**-19).all()
+
+
+@pytest.mark.parametrize("column_order", [False, True])
+@pytest.mark.parametrize(
+    ("file", "head"), [("correction.cu", "DEVICE int permuted(int n)"), ("unpack.cu", "DEVICE int place(int n)")]
+)
+def test_all_kernels_agree_where_parameters_stand(column_order: bool, file: str, head: str) -> None:
+    """And no two columns stand in one place."""
+    places = parameter_places(column_order, 4)
+    assert sorted(places.flat) == list(range(64))
+    assert (places == parameter_places(column_order, 2)).all()
+    inside = re.sub(r"return COLUMN \? (.*?) : (.*?);", r"if (COLUMN) return \1; return \2;", body(file, head, False))
+    for n in range(64):
+        assert evaluate(inside, {"COLUMN": column_order, "n": n}) == places[n & 7, n >> 3]
