@@ -3,6 +3,7 @@
     python bench/gemm.py                              every shape, INT4 against fp16 (bf16 on a CPU that has it)
     python bench/gemm.py --rows 1,16 --shapes 4096x4096 --group 64 --dtype bfloat16
     python bench/gemm.py --kernels                    every INT4 kernel by itself, and the dispatcher's regret
+    python bench/gemm.py --pair                       what the correction costs, replayed and called one by one
     python bench/gemm.py --chart result.json gemm.png draws the last line of an earlier run
 
 Protocol: weights rotate over at least 256 MB, so that none is found in a cache; calls are captured in a CUDA graph and
@@ -28,7 +29,7 @@ import torch
 import tinyloop as tl
 from tinyloop import dispatch
 from tinyloop.cuda import gemm, hopper, paths, run
-from tinyloop.dispatch_cuda import HOPPER, int4_refusal
+from tinyloop.dispatch_cuda import HOPPER, INT4_KERNELS, int4_refusal
 from tinyloop.ops import problem
 from tinyloop.pack import PackedWeight, pack
 from tinyloop.weight import QuantWeight
@@ -38,6 +39,7 @@ SHAPES = ((2048, 2048), (2048, 6144), (8192, 2048), (4096, 4096), (8192, 8192), 
 CPU_SHAPES = ((576, 1536), (2048, 2048), (2048, 6144))
 ROWS, CPU_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), (1, 4, 16, 128)
 COLD, REPLAYS = 256 << 20, 7
+NATIVE_WORK = 2 << 33  # multiplications up to which the native kernel is worth waiting for
 LIMITS = {"NVIDIA H200": (4.47e12, 690e12)}  # bytes/s read and dense fp16 FLOP/s, measured
 Call = Callable[[], Any]
 
@@ -69,7 +71,7 @@ def replayed(calls: Sequence[Call]) -> float:
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
-    turns, graph = max(1, 40 // len(calls)), torch.cuda.CUDAGraph()
+    turns, graph = max(1, min(40, int(20e3 / eager(calls[:2]))) // len(calls)), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(turns):
             for call in calls:
@@ -84,6 +86,16 @@ def replayed(calls: Sequence[Call]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / (turns * len(calls)))
     return statistics.median(times)
+
+
+def eager(calls: Sequence[Call]) -> float:
+    """µs per call, called one after another: the host's time where that is longer."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / len(calls)
 
 
 def timed(calls: Sequence[Call]) -> float:
@@ -127,6 +139,7 @@ def kernels(x: Tensor) -> dict[str, Callable[[Tensor, PackedWeight], Tensor]]:
     found = {"tensor_core": lambda x, w: gemm.product(x, w.marlin())}
     if dispatch.chip(x.device).capability == HOPPER:
         found["hopper"] = lambda x, w: hopper.product(x, w.marlin())
+    found["symmetric"] = lambda x, w: gemm.product(x, w.marlin(), symmetric=True)
     found["unpack_dense"] = lambda x, w: torch.nn.functional.linear(x, paths.unpack(w.marlin(), x.dtype))
     found["pair"] = composed
     return found
@@ -166,7 +179,9 @@ def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], every: bool) -> d
     if every and x.is_cuda and int4_refusal(problem(w, M, x.dtype), dispatch.chip(x.device)) is None:
         each = {name: clock([partial(f, x, p) for p in packs]) for name, f in kernels(x).items()}
         result["kernels"] = each
-        result["regret"] = us / min(each.values())
+        result["regret"] = us / min(each[name] for name in INT4_KERNELS if name in each)
+        if M * N * K <= NATIVE_WORK:
+            each["native"] = clock([lambda: tl.quant_gemm(x, w, exact_int4=True)] * 2)
     return result
 
 
@@ -201,6 +216,29 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The correction pair over the symmetric product, at sixteen groups: in a graph, and as separate calls."""
+    results = []
+    print("| K×N | M | symmetric µs | pair adds µs | fused µs | eager: symmetric | pair adds | fused |")
+    print("|---|---|---|---|---|---|---|---|")
+    for K, N in ((2048, 2048), (2048, 6144), (2048, 8192)):
+        w = pack(weight(K, N, options.group, "cuda"))
+        packs = copies(w)
+        for M in (1, 16, 64, 256):
+            x, every = torch.randn(M, K, device="cuda").half(), kernels(torch.empty(0, device="cuda"))
+            each = {}
+            for name in ("symmetric", "pair", "tensor_core"):
+                calls = [partial(every[name], x, p) for p in packs]
+                eager(calls)
+                each[name] = replayed(calls), statistics.median(eager(calls) for _ in range(REPLAYS))
+            (s, es), (p, ep), (f, ef) = each.values()
+            print(
+                f"| {K}×{N} | {M} | {s:.1f} | {p - s:.1f} | {f:.1f} | {es:.1f} | {ep - es:.1f} | {ef:.1f} |", flush=True
+            )
+            results.append({"K": K, "N": N, "M": M} | {name: {"graph": g, "eager": e} for name, (g, e) in each.items()})
+    return results
+
+
 def chart(source: str, target: str) -> None:
     import matplotlib
 
@@ -228,12 +266,13 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128, help="group size; -1: one group over K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")
+    parser.add_argument("--pair", action="store_true", help="time the correction pair against the symmetric product")
     parser.add_argument("--chart", nargs=2, metavar=("RESULT", "PNG"), help="draw an earlier run's last line")
     options = parser.parse_args()
     if options.chart:
         chart(*options.chart)
         return
-    rows = measure(options)
+    rows = pair(options) if options.pair else measure(options)
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     dtype = options.dtype or ("float16" if cuda else str(dispatch.default_dtype()).removeprefix("torch."))

@@ -20,6 +20,7 @@ def load(
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
     cross_iter_round: bool | None = None,
+    fp16_body: bool | None = None,
 ) -> Model:
     """The model in a `.tinyloop` file, ready to score and generate.
 
@@ -29,6 +30,8 @@ def load(
     its checksum first. `progress(done, total)` counts bytes: once while verifying, and again while packing.
 
     `cross_iter_round` turns cross-iteration rounding on or off; None asks TINYLOOP_CROSS_ITER_ROUND (1 is on).
+    `fp16_body` keeps loop blocks dequantised on a GPU, memory for speed at many rows; None asks
+    TINYLOOP_EXPERIMENTAL_FP16_BODY (1 is on).
 
     Raises FormatError for a damaged or foreign file, InputError for a device or dtype that does not run here or a model
     that the device has no room for.
@@ -36,7 +39,7 @@ def load(
     where = devices.resolve(device)
     devices.dtype_on(where, dtype)  # refused before the file is read
     checkpoint = container.read(path, verify=verify, progress=progress)
-    model = Model(checkpoint, dtype=dtype, cross_iter_round=cross_iter_round, device=where)
+    model = Model(checkpoint, dtype=dtype, cross_iter_round=cross_iter_round, device=where, fp16_body=fp16_body)
     if where.type != "cpu":
         model.pack(progress)
     return model

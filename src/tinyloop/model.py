@@ -8,6 +8,7 @@ stream is fp32; products run in the model's dtype, through a linear operation th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .sampling import Sampling
     from .score import Score, Source
 
+log = logging.getLogger("tinyloop")
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, PackedWeight], Tensor]
 LOSS_ROWS = 128  # logits of a vocabulary of 49152: 12.6 MB in bf16
@@ -73,11 +75,13 @@ class Model:
     on a GPU float16 (the default), bfloat16 or float32.
     `cross_iter_round`: loop iterations round each on their own where the weights have channels; None asks the
     environment, TINYLOOP_CROSS_ITER_ROUND, once.
+    `fp16_body`: on a GPU, loop blocks are kept dequantised; None asks TINYLOOP_EXPERIMENTAL_FP16_BODY, once.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, linear: Linear = quant_gemm,
         budget: int | None = None, cross_iter_round: bool | None = None, device: torch.device | str = "cpu",
+        fp16_body: bool | None = None,
     ):  # fmt: skip
         self.config = checkpoint.config
         self.device = devices.resolve(device)
@@ -94,9 +98,11 @@ class Model:
         self._attention = [self._attention_of(i) for i in range(self.config.num_layers)]
         self._inv_freq = torch.tensor(self.config.rope.inv_freq, device=self.device)
         self._decoder: tuple[KVCache, object] | None = None
-        if budget is None:  # on a GPU the kernels read 4 bits faster than 16
-            budget = dispatch.machine().memory // CACHE_SHARE if self.device.type == "cpu" else 0
-        keep_dense(self, budget)
+        self.body_cache = 0  # bytes of loop blocks that a GPU keeps dequantised
+        if self.device.type == "cpu":
+            keep_dense(self, dispatch.machine().memory // CACHE_SHARE if budget is None else budget)
+        elif dispatch.fp16_body() if fp16_body is None else fp16_body:
+            self.body_cache = keep_body(self)
 
     def new_cache(self, batch: int, capacity: int, loops: int | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row. Raises InputError beyond the model's context or the memory."""
@@ -307,16 +313,34 @@ def between(dtype: torch.dtype, device: torch.device = CPU) -> ModuleType:
     return layers
 
 
+def keep_body(model: Model) -> int:
+    """Keep the loop's weights dequantised on a GPU, where they are multiplied more than once a token; the bytes taken.
+    Raises InputError where there is no room for them, before anything is kept."""
+    reads = reads_per_token(model)
+    body = [w for name, w in model.weights.items() if reads[name] > 1]
+    size = sum(w.weight.K * w.weight.N for w in body) * model.dtype.itemsize
+    devices.check_room(model.device, size, f"{len(body)} dequantised loop weights", f"unset {dispatch.FP16_BODY}")
+    for w in body:
+        w.keep_dense = True
+    if body:
+        codes = sum(w.weight.nbytes for w in body) / 1e6
+        log.info("body cache: %d loop weights, %.1f MB beside %.1f MB in 4 bits", len(body), size / 1e6, codes)
+    return size
+
+
+def reads_per_token(model: Model) -> dict[str, int]:
+    """How often each weight is multiplied for one token."""
+    repeats: dict[int, int] = {}
+    for layer, _ in model.config.applications():
+        repeats[layer] = repeats.get(layer, 0) + 1
+    return {n: repeats.get(int(n.split(".")[1]), 0) if n.startswith("layers.") else 1 for n in model.weights}
+
+
 def keep_dense(model: Model, budget: int) -> None:
     """Allow dense copies within `budget` bytes: loop blocks first, since they are read once per iteration, then the
     head, then the others in order. Where iterations round on their own, each rounding is a copy."""
-    repeats = {layer: 0 for layer, _ in model.config.applications()}
-    for layer, _ in model.config.applications():
-        repeats[layer] += 1
-
-    def reads(name: str) -> int:
-        return repeats[int(name.split(".")[1])] if name.startswith("layers.") else 1
-
+    counts = reads_per_token(model)
+    reads = counts.__getitem__
     for name in sorted(model.weights, key=reads, reverse=True):
         w = model.weights[name]
         if name == "embed" and not model.config.tie_word_embeddings:

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 
 import torch
-
 from tests.parity import chain
 from tests.parity.cuda_cases import activations, error, want64, weight
+
 from tinyloop.cuda import gemm, hopper, paths, run
 from tinyloop.cuda.config import HopperConfig, variants
 from tinyloop.dispatch_cuda import HOPPER

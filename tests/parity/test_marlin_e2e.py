@@ -83,6 +83,21 @@ def test_reference_dimensions(capsys: pytest.CaptureFixture[str]) -> None:
     assert drift(model, tokens, capsys) <= 0.0067
 
 
+def test_body_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Loop weights, and they alone, are multiplied dense; the log says how much memory that takes."""
+    checkpoint = tiny_checkpoint(hidden=128, intermediate=256, group=64)
+    tokens = list(range(20, 180))
+    plain = Model(checkpoint, device="cuda").score(tokens).perplexity
+    with caplog.at_level(logging.INFO, logger="tinyloop"):
+        model = Model(checkpoint, device="cuda", fp16_body=True)
+    assert any("body cache: 5 loop weights" in r.message for r in caplog.records)
+    assert model.body_cache == sum(2 * w.weight.K * w.weight.N for n, w in model.weights.items() if ".1." in n)
+    ops.calls.clear()
+    assert abs(model.score(tokens).perplexity / plain - 1) < 0.005
+    assert ops.calls["fp16_cache"] == 15  # five weights, three iterations
+    assert set(ops.calls) - {"fp16_cache"} <= set(INT4_KERNELS)
+
+
 def test_first_dispatch_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     run._said.clear()
     model = Model(tiny_checkpoint(hidden=128, intermediate=256, group=64), device="cuda")
