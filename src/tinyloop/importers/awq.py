@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import FormatError, UnsupportedError
@@ -76,12 +77,12 @@ def in_order(nibbles: Tensor) -> Tensor:  # uint8 [R, N] as they lie in words �
 def _codes(words: Tensor) -> Tensor:  # int32 [K, N/8] → uint8 [⌈K/2⌉, N]
     """Two rows of bytes become two of pairs: the low nibbles of both, and the high ones."""
     K, columns = words.shape
-    octets = words.contiguous().view(torch.uint8).view(K, columns, 4)
-    if K % 2:
-        octets = torch.cat((octets, torch.zeros_like(octets[:1])))
+    octets = words.contiguous().view(torch.uint8).view(K, columns, 4).numpy()
     upper, lower = octets[0::2], octets[1::2]
-    out = torch.empty(len(upper), columns, 8, dtype=torch.uint8)
+    if K % 2:
+        lower = np.concatenate((lower, np.zeros_like(octets[:1])))
+    low, high = upper & 15 | lower << 4, upper >> 4 | lower & 0xF0
+    out = np.empty((len(upper), columns, 8), np.uint8)
     for b in range(4):  # nibble 2b is the low one of byte b, 2b + 1 the high one
-        out[..., ORDER[2 * b]] = upper[..., b] & 15 | lower[..., b] << 4
-        out[..., ORDER[2 * b + 1]] = upper[..., b] >> 4 | lower[..., b] & 0xF0
-    return out.flatten(1)
+        out[..., ORDER[2 * b]], out[..., ORDER[2 * b + 1]] = low[..., b], high[..., b]
+    return torch.from_numpy(out.reshape(len(upper), 8 * columns))

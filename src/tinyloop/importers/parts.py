@@ -2,6 +2,9 @@
 
 A format's module says what a linear is (`Part`) from headers alone; its parameters and codes are read when asked for.
 `stacked` puts parts beside each other along N, which is how q, k and v become one weight.
+
+What touches every code is numpy, in one thread: on a busy machine torch's team waits for its other thread at the end
+of each of many small operations, and was 20 times slower than its work (log, 2026-11-30).
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..errors import FormatError
-from ..weight import QuantWeight, narrow, pack_nibbles
+from ..weight import QuantWeight, narrow
 
 Tensor = torch.Tensor
 
@@ -113,15 +117,18 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def reordered(packed: Tensor, perm: Tensor) -> Tensor:  # uint8 [⌈K/2⌉, N] → the same in stored order
-    """Row i of the result is the code of input perm[i]; by slabs, since unpacked codes take twice the memory."""
-    K, N = len(perm), packed.shape[1]
-    out = torch.empty_like(packed)
-    step = max(2, (1 << 24) // N // 2 * 2)
-    for k in range(0, K, step):
-        rows = perm[k : k + step].long()
-        codes = packed[rows // 2] >> (4 * (rows % 2)).to(torch.uint8)[:, None] & 15
-        out[k // 2 : (k + step) // 2] = pack_nibbles(codes)
-    return out
+    """Row i of the result is the code of input perm[i]. By slabs of columns, so that unpacked codes stay in the cache:
+    three times as fast as by rows (log, 2026-11-30)."""
+    source, index, K = packed.numpy(), perm.numpy(), len(perm)
+    out = np.empty_like(source)
+    step = max(64, (1 << 21) // K)
+    for n in range(0, source.shape[1], step):
+        part = source[:, n : n + step]
+        codes = np.zeros((2 * len(part), part.shape[1]), np.uint8)
+        codes[0::2], codes[1::2] = part & 15, part >> 4
+        codes[:K] = codes[index]  # a row beyond an odd K stays 0
+        out[:, n : n + step] = codes[0::2] | codes[1::2] << 4
+    return torch.from_numpy(out)
 
 
 # --- words of eight codes ---
@@ -144,4 +151,8 @@ def codes_along_rows(words: Tensor, K: int) -> Tensor:  # int32 [N, ⌈K/8⌉], 
 def codes_along_columns(words: Tensor) -> Tensor:  # int32 [K/8, N], lanes along K → uint8 [K/2, N]
     """Byte b of word (r, n) is our pair of rows 8r + 2b and 8r + 2b + 1."""
     rows, N = words.shape
-    return words.contiguous().view(torch.uint8).view(rows, N, 4).permute(0, 2, 1).reshape(4 * rows, N)
+    octets = words.contiguous().view(torch.uint8).view(rows, N, 4).numpy()
+    out = np.empty((rows, 4, N), np.uint8)
+    for b in range(4):
+        out[:, b] = octets[:, :, b]
+    return torch.from_numpy(out.reshape(4 * rows, N))
