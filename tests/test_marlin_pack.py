@@ -354,9 +354,9 @@ from tinyloop.marlin import MarlinWeight
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 torch.set_num_threads(2)
 K, N, G = 8192, 8192, 32
-q = torch.randint(0, 16, (K, N), dtype=torch.uint8)
-scale = torch.rand(K // G, N).half()
-zero = torch.rand(K // G, N)
+q = torch.full((K, N), 7, dtype=torch.uint8)
+scale = torch.full((K // G, N), 0.5).half()
+zero = torch.full((K // G, N), 0.1)
 small = tl.marlin_pack_asymmetric(q[:128], scale[:4], zero[:4])  # whatever loads at the first call
 w = tl.QuantWeight.from_codes(q[:, :64].contiguous(), scale[:, :64], zero[:, :64], G)
 MarlinWeight.of(w)
@@ -376,5 +376,5 @@ print((peak() - before - result) / q.nbytes)
 def test_memory(what: str) -> None:
     """Beyond its inputs and its result, packing takes less than a fifth of the uint8 codes [K, N]: with the codes
     themselves, 1.2 weights. Measured as the growth of the process's peak, at the smallest group."""
-    done = subprocess.run([sys.executable, "-c", MEMORY, what], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", MEMORY, what], capture_output=True, text=True, check=True, timeout=280)
     assert float(done.stdout) < 0.2
