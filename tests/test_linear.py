@@ -377,6 +377,56 @@ def test_the_view_reads_like_a_weight() -> None:
     assert "QuantLinear" in repr(m.weight)
 
 
+# ── on a GPU ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensor_core_layer(bias: bool = True) -> QuantLinear:
+    return QuantLinear(random_quant_weight(256, 512, 64, seed=1, bias=bias), F16).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("M", [1, 16, 300])
+def test_gpu_products_gradients_and_moves(M: int, dtype: torch.dtype) -> None:
+    here, m, x = QuantLinear(random_quant_weight(256, 512, 64, seed=1, bias=True)), tensor_core_layer(), rand(M, 256)
+    y = m(x.to(dtype).cuda())
+    exact = matmul64(x.to(dtype), here.quant_weight)
+    assert float((y.cpu().double() - exact).norm() / exact.norm()) < 2 * torch.finfo(dtype).eps
+    moved = x.to(dtype).cuda().requires_grad_()
+    g = rand(M, 512, dtype=dtype, seed=3)
+    m(moved).backward(g.cuda())
+    wanted = g.double() @ dequantize64(here.quant_weight).t()
+    assert float((moved.grad.cpu().double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
+    assert torch.equal(m.cpu()(x), here(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 16])
+def test_dev05_gpu_replays_what_it_captured(M: int) -> None:
+    """After one call, the op allocates its output and no more, and waits for nothing."""
+    m, x = tensor_core_layer(), rand(M, 256, dtype=F16).cuda()
+    m(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = m(x)
+    for seed in (1, 2):
+        x.copy_(rand(M, 256, dtype=F16, seed=seed))
+        graph.replay()
+        assert torch.equal(y, m(x))
+
+
+@pytest.mark.gpu
+def test_dev07_gpu_compiled_whole() -> None:
+    compiled = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    block = nn.Sequential(tensor_core_layer(), nn.SiLU())
+    fast = torch.compile(block, fullgraph=True, backend=compiled)
+    with torch.no_grad():
+        for M in ROWS:
+            x = rand(M, 256, dtype=F16).cuda()
+            assert torch.equal(fast(x), block(x))
+    assert compiled.frame_count <= 2
+
+
 # ── cost ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -139,6 +139,17 @@ def test_gptq_in_place_beats_rounding() -> None:
     )
 
 
+def test_layers_that_share_an_input_are_calibrated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four inputs in a block: of q, k and v; of o; of gate and up; of down. Each is added up once a text."""
+    from tinyloop import hf_quantize
+
+    added: list[int] = []
+    real = hf_quantize.add_outer
+    monkeypatch.setattr(hf_quantize, "add_outer", lambda H, x: (added.append(len(H)), real(H, x)))
+    tl.quantize_(llama(), SPEC, tokens(3, 8))
+    assert added == 2 * (9 * [64] + 3 * [96])
+
+
 def test_gptq_sees_the_inputs_that_a_layer_really_gets() -> None:
     """down_proj of block 1, by hand: from the model whose other layers are already quantised."""
     ids = tokens(4, 16)
@@ -340,9 +351,13 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def test_trainer_evaluates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_trainer_evaluates(loaded: bool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is in the extra peft")
     model = made("head")
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = tl.load_transformers(tmp_path)
     arguments = transformers.TrainingArguments(tmp_path, per_device_eval_batch_size=2, report_to=[], use_cpu=True)
     found = transformers.Trainer(model, arguments, eval_dataset=Texts()).evaluate()
     ids = tokens(4, 24)
