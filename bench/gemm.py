@@ -62,7 +62,7 @@ def copies(w: PackedWeight) -> list[PackedWeight]:
     for _ in range(max(2, -(-COLD // m.nbytes))):
         other = PackedWeight(w.weight, device=w.device)
         other._marlin = dataclasses.replace(m, B=m.B.clone(), S=m.S.clone(), delta=m.delta.clone())
-        found.append(other)
+        found.append(other.prepare())
     return found
 
 

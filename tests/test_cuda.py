@@ -278,6 +278,22 @@ def test_graph_capture_on_the_first_call(M: int) -> None:
         assert torch.equal(y, tl.quant_gemm(new, p))
 
 
+def test_capture_before_the_weight_is_there_says_warm_up_first() -> None:
+    x = activations(4, 512, 0.0, torch.float16)
+    for prepared in (False, True):
+        p, graph = pack(weight(512, 64, 128)), torch.cuda.CUDAGraph()
+        gemm.product(x, pack(weight(512, 64, 128, seed=1)).marlin())  # the kernel is compiled
+        if prepared:
+            p.prepare()
+            with torch.cuda.graph(graph):
+                tl.quant_gemm(x, p)
+            continue
+        with torch.cuda.graph(graph):
+            torch.zeros(1, device="cuda")
+            with pytest.raises(InputError, match="warm up first"):
+                tl.quant_gemm(x, p)
+
+
 def test_launch_errors_are_raised_and_leave_nothing_behind() -> None:
     """KER-10: too many threads for a block; the next call works."""
     w = weight(512, 64, 128)

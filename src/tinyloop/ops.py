@@ -45,6 +45,8 @@ def quant_gemm(
         raise InputError("x requires grad, and this product has no gradient; detach it or use torch.inference_mode()")
     if x.dim() < 1 or x.shape[-1] != packed.weight.K:
         raise InputError(f"x has shape {list(x.shape)}; its last dimension must be K={packed.weight.K}")
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], packed.weight.N)
     x2 = x.reshape(-1, packed.weight.K)
     if packed.perm is not None:
         x2 = x2[:, packed.perm]  # kernels read rows as they are stored
@@ -93,8 +95,6 @@ def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, ba
 
 
 def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:
-    if p.M == 0:
-        return x.new_empty(0, p.N)
     chosen: Plan = plan(p)
     calls[chosen.kernel] += 1
     if x.is_cuda and chosen.kernel != "slabs":

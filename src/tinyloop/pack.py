@@ -14,6 +14,7 @@ import torch
 
 from . import channel
 from .dispatch import chip, machine
+from .errors import InputError
 from .marlin import MarlinWeight, refusal
 from .weight import DenseWeight, LinearWeight, QuantWeight
 
@@ -39,21 +40,32 @@ class PackedWeight:
         self._marlin: MarlinWeight | None = None
         self._canonical: LinearWeight | None = weight if weight_device(weight) == self.device else None
 
+    def prepare(self) -> PackedWeight:
+        """Make now what products on a GPU read, which else the first one makes; returns this weight."""
+        if self.device.type != "cpu":
+            _ = self.perm
+            self.marlin() if self.unpackable is None else self.canonical()
+        return self
+
     @functools.cached_property
     def unpackable(self) -> str | None:
         """Why the weight has no device format, or None."""
+        _check_no_capture(self.device)
         return refusal(self.weight)
 
     def marlin(self) -> MarlinWeight:
         """The device format, on this weight's device."""
         if self._marlin is None:
             assert isinstance(self.weight, QuantWeight)
+            _check_no_capture(self.device)
             self._marlin = MarlinWeight.of(self.weight, self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # kernels read it before those ahead have ended
         return self._marlin
 
     def canonical(self) -> LinearWeight:
         """The weight itself on this weight's device."""
         if self._canonical is None:
+            _check_no_capture(self.device)
             self._canonical = self.weight.to(self.device)
         return self._canonical
 
@@ -175,6 +187,14 @@ def pack(weight: LinearWeight, keep_dense: bool = False, device: torch.device | 
 def weight_device(weight: LinearWeight) -> torch.device:
     """Where a weight lies."""
     return weight.weight.device if isinstance(weight, DenseWeight) else weight.packed.device
+
+
+def _check_no_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "a weight is not on the GPU yet in the form that products read, and none is made while a CUDA graph is "
+            "captured: warm up first, by one product before the capture or by pack(weight).prepare()"
+        )
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -63,7 +63,8 @@ class _Unpack(Arguments):
 
 @functools.cache
 def _launcher(name: str, entry: str, device: int, threads: int, **defines: bool | int) -> Launcher:
-    return Launcher(name, entry, {k: int(v) for k, v in defines.items()}, device, threads)
+    macros = {k: int(v) for k, v in defines.items()}
+    return Launcher(name, entry, macros, device, threads, overlaps=name == "correction")
 
 
 def group_sums(x: Tensor, group_size: int, out: Tensor | None = None) -> Tensor:  # fp16 | bf16 [M, K] → [M, ⌈K/G⌉]

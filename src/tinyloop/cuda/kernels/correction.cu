@@ -25,6 +25,8 @@ struct Sums {
 // One block per (m, g): each thread sums its share in order, then a tree.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) a_group_sum(const Sums p) {
     __shared__ float partial[SUM_THREADS / 32];
+    release_successor();
+    wait_for_predecessor();
     const i64 m = blockIdx.x / p.groups;
     const int g = blockIdx.x % p.groups, end = min(p.K, (g + 1) * p.group_size);
     float sum = 0.f;
@@ -52,20 +54,34 @@ DEVICE int permuted(int n) {
     return (n & ~63) + r * 8 + (a & 7);
 }
 
-// One thread per column and eight rows, so that δ is read once for eight.
+// One thread per column and eight rows, so that δ is read once for eight; the rows' sums pass through shared memory, some
+// groups at a time.
 extern "C" __global__ void __launch_bounds__(128) correction_accum(const Correction p) {
+    constexpr int GROUPS = 32;
+    __shared__ float sums[GROUPS][ROWS];
+    release_successor();
+    wait_for_predecessor();
     const int columns = (p.N + 127) / 128, n = blockIdx.x % columns * 128 + threadIdx.x;
     const i64 m0 = (i64)(blockIdx.x / columns) * ROWS;
-    if (n >= p.N) return;
     const int rows = (int)min(p.M - m0, (i64)ROWS);
-    const float* delta = p.delta + permuted(n);
+    const float* delta = p.delta + permuted(min(n, p.N - 1));
     float sum[ROWS] = {};
-    for (int g = 0; g < p.groups; g++, delta += p.padded) {
-        const float d = *delta;
+    for (int first = 0; first < p.groups; first += GROUPS) {
+        const int count = min(p.groups - first, GROUPS);
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * ROWS; i += 128) {
+            const int g = i / ROWS, m = i % ROWS;
+            sums[g][m] = m < rows ? p.a_sum[(m0 + m) * p.groups + first + g] : 0.f;
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int g = 0; g < count; g++) {
+            const float d = delta[(i64)(first + g) * p.padded];
 #pragma unroll
-        for (int i = 0; i < ROWS; i++)
-            if (i < rows) sum[i] = fmaf(p.a_sum[(m0 + i) * p.groups + g], d, sum[i]);
+            for (int i = 0; i < ROWS; i++) sum[i] = fmaf(sums[g][i], d, sum[i]);
+        }
     }
+    if (n >= p.N) return;
     const float bias = p.bias ? f32_of(p.bias[n]) : 0.f;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
