@@ -23,7 +23,7 @@ from tinyloop.cli import app
 from tinyloop.errors import FormatError
 
 TEXT = "It is a truth universally acknowledged.\n" * 20
-COMMANDS = ("import", "inspect", "explain", "score", "generate", "demo")
+COMMANDS = ("import", "export", "inspect", "explain", "score", "generate", "demo")
 
 
 def run(*args: object, stdin: str | bytes | None = None) -> Result:
@@ -251,6 +251,22 @@ def test_import_then_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     got = json.loads(run("import", "source", path, "--force", "--json").stdout)
     assert got["bytes"] == path.stat().st_size
     assert got["notes"] == ["something was decided"]
+
+
+def test_quantised_folder_in_and_out(tmp_path: Path) -> None:
+    """GPTQ → .tinyloop → compressed-tensors → .tinyloop: the same file but for where it came from."""
+    source = Path(__file__).parent / "fixtures" / "gptq-act-order"
+    first, folder, second = tmp_path / "a.tinyloop", tmp_path / "ct", tmp_path / "b.tinyloop"
+    assert run("import", source, first).exit_code == 0
+    got = json.loads(run("export", first, folder, "--format", "compressed-tensors", "--json").stdout)
+    assert got["bytes"] == sum(f.stat().st_size for f in folder.iterdir())
+    assert run("import", folder, second).exit_code == 0
+    before, after = container.read(first), container.read(second)
+    assert all(torch.equal(w.dequantize(), after.weights[name].dequantize()) for name, w in before.weights.items())
+    refused = run("export", first, folder)
+    assert refused.exit_code == 1
+    assert "ct exists; give another name, or allow overwriting (--force)" in " ".join(refused.output.split())
+    assert run("export", first, folder, "--format", "bf16", "--force").exit_code == 0
 
 
 @pytest.mark.parametrize("where", ["tinyloop.loading.import_model", "tinyloop.container.os.fsync"])

@@ -327,6 +327,11 @@ def test_schemes_of_compressed_tensors(tmp_path: Path) -> None:
     assert same(import_model(right), import_model(FIXTURES / "ct-asym"))
 
 
+def test_a_sparsity_that_says_dense_changes_nothing(tmp_path: Path) -> None:
+    folder = fixture("ct-asym", tmp_path, sparsity_config={"format": "dense", "targets": []})
+    assert same(import_model(folder), import_model(FIXTURES / "ct-asym"))
+
+
 def test_imp10_zero_points_of_older_releases(tmp_path: Path) -> None:
     def unpacked(t: Tensors) -> None:
         for module, shape in made.linears().items():
@@ -425,10 +430,12 @@ def test_grp11_zero_points_0_8_and_15_survive(tmp_path: Path) -> None:
     word = sum(int(v) << 4 * i for i, v in enumerate(z)) - 0x11111111 & 0xFFFFFFFF
     stored = torch.tensor([word >> 4 * i & 15 for i in range(8)])
     assert stored.tolist() == [15, 6, 14, 15, 14, 15, 0, 14]
-    model = fixture("gptq-sym", tmp_path, with_zeros(stored), sym=False, meta={"quantizer": "gptqmodel:4.0"})
-    w = import_model(model).weights["layers.0.mlp_down"]
-    assert isinstance(w, QuantWeight)
-    assert torch.equal(zero_points(w).round(), z.repeat(4, 4).float())
+    for quantizer in ("gptqmodel:4.0", ["gptqmodel:4.0"]):
+        meta = {"quantizer": quantizer}
+        model = fixture("gptq-sym", tmp_path, with_zeros(stored), sym=False, meta=meta)
+        w = import_model(model).weights["layers.0.mlp_down"]
+        assert isinstance(w, QuantWeight)
+        assert torch.equal(zero_points(w).round(), z.repeat(4, 4).float())
     refused(fixture("gptq-sym", tmp_path, with_zeros(stored), sym=False), FormatError,
             r'q_proj: \d+ zero points have two readings in format v1.* put "meta": \{"quantizer": "gptq')  # fmt: skip
     by_lane = import_model(
@@ -598,6 +605,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ct-asym", {"format": "marlin-24"}, "format 'marlin-24' is not read"),
     ("ct-asym", {"transform_config": {"a": 1}}, "transform_config is set, which is not read"),
     ("ct-asym", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set"),
+    ("ct-asym", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is set"),
     ("mlx", {"bits": 8}, "q_proj: bits=8 is not read; codes have 4 bits"),
     ("mlx", {"mode": "mxfp4"}, "MLX mode 'mxfp4' is not read; read is affine"),
     ("mlx", {DOWN: {"bits": 6}}, "down_proj: bits=6 is not read"),

@@ -31,7 +31,8 @@ def open_compressed(values: Mapping[str, Any], shards: Shards, remarks: Remarks)
     if values.get("format", FORMAT) != FORMAT:
         raise UnsupportedError(f"compressed-tensors format {values['format']!r} is not read; read is {FORMAT}")
     for key in ("transform_config", "sparsity_config", "kv_cache_scheme"):
-        if values.get(key):
+        harmless = key == "sparsity_config" and (values.get(key) or {}).get("format") == "dense"
+        if values.get(key) and not harmless:
             raise UnsupportedError(f"compressed-tensors {key} is set, which is not read; only plain weights are")
     schemes = values.get("config_groups") or {}
     if not schemes:

@@ -62,12 +62,19 @@ def _settings(values: Mapping[str, Any], shards: Shards) -> _Settings:
     for key in ("rotation", "adapter", "lora"):
         if values.get(key):
             raise UnsupportedError(f"quantisation key {key}={values[key]!r} is not read; only plain GPTQ weights are")
-    meta = values.get("meta") or {}
-    writer = str(meta.get("quantizer", "")) or ("auto_gptq" if "auto_gptq_version" in shards.metadata else "")
     return _Settings(
         values.get("group_size", values.get("q_group_size", -1)), bool(values.get("sym", True)), kind == "gptq_v2",
-        bool(values.get("desc_act", False)), writer.partition(":")[0], values.get("dynamic") or {},
+        bool(values.get("desc_act", False)), _writer(values, shards), values.get("dynamic") or {},
     )  # fmt: skip
+
+
+def _writer(values: Mapping[str, Any], shards: Shards) -> str:
+    """Of meta.quantizer, a text or a list of texts such as "gptqmodel:7.7.0"; or of the files' metadata."""
+    named = (values.get("meta") or {}).get("quantizer") or []
+    for name in [named] if isinstance(named, str) else named:
+        if (writer := str(name).partition(":")[0].lower()) in ("gptqmodel", "auto_gptq"):
+            return writer
+    return "auto_gptq" if "auto_gptq_version" in shards.metadata else ""
 
 
 def _four(bits: Any, key: str) -> None:
