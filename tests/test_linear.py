@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -286,6 +287,7 @@ def test_dev07_dev08_compiled_whole_at_most_twice_for_ten_sizes(grad: bool) -> N
 
 
 @needs_numba
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_dev07_through_inductor() -> None:
     """The layouts of the eager calls serve the compiled ones: the same tensors reach the op."""
     m = layer()
