@@ -13,7 +13,7 @@ from tests.parity.cuda_cases import DTYPES, activations, error, plain_error, wan
 import tinyloop as tl
 from tinyloop import ops
 from tinyloop.cuda import gemm, hopper, launch, paths
-from tinyloop.cuda.config import Config, HopperConfig, variants
+from tinyloop.cuda.config import Config, HopperConfig, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.errors import InputError
 from tinyloop.marlin import MarlinWeight
@@ -24,13 +24,6 @@ pytestmark = [pytest.mark.gpu, chain.needs(chain.gpu())]
 Tensor = torch.Tensor
 Product = Callable[[Tensor, MarlinWeight, "Tensor | None"], Tensor]
 
-HOPPER_TILES = [
-    HopperConfig(256, 1),
-    HopperConfig(128, 2),
-    HopperConfig(64, 4),
-    HopperConfig(64, 2),
-    HopperConfig(128, 1),
-]
 # K, N, G: aligned, ragged, groups of 32 and 96, one group, short last group, odd N
 SHAPES = [(2048, 2048, 128), (1000, 1000, 96), (4304, 64, 32), (520, 72, -1), (2880, 328, 160), (256, 257, 64)]
 needs_hopper = chain.needs(
@@ -58,7 +51,7 @@ def test_every_tile(config: Config, dtype: torch.dtype) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", HOPPER_TILES, ids=str)
+@pytest.mark.parametrize("config", hopper_variants(), ids=str)
 def test_every_hopper_tile(config: HopperConfig, dtype: torch.dtype) -> None:
     for K, N, G in SHAPES:
         w = weight(K, N, G)

@@ -206,6 +206,11 @@ def plan(problem: Problem, on: Machine | Chip | None = None) -> Plan:
     """The first kernel that does not refuse, and the refusals before it. `on` is by default the problem's device."""
     if on is None:
         on = machine() if problem.device == "cpu" else chip(problem.device)
+    return _plan(problem, on)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _plan(problem: Problem, on: Machine | Chip) -> Plan:
     refused: list[tuple[str, str]] = []
     if isinstance(on, Chip):
         for row in CUDA_KERNELS:
@@ -250,7 +255,7 @@ def _config(kernel: str, p: Problem, on: Chip) -> str:
 
     N, K = -(-p.N // 64) * 64, -(-p.K // 128) * 128
     if kernel == "hopper":
-        return str(choose_hopper(p.M, N, K, on.multiprocessors))
+        return str(choose_hopper(p.M, N))
     return str(choose(p.M, N, K, on)) if kernel == "tensor_core" else ""
 
 

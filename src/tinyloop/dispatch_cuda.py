@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
 MMA_ROWS_HOPPER = 32  # up to which mma.sync beats wgmma, whose tiles have 64 rows
 _DENSE_ROWS_HOPPER, _DENSE_ROWS = 384, 1024
+_LARGE, _DENSE_ROWS_LARGE = 1 << 25, 1024  # weights, from which a dense copy costs more than wgmma loses on Hopper
 HOPPER = (9, 0)
 INT4_KERNELS = ("tensor_core", "hopper", "unpack_dense")
 
@@ -34,10 +35,12 @@ class CudaKernel:
     refuses: Callable[[Problem, Chip], str | None]
 
 
-def dense_rows(on: Chip) -> int:
-    """Rows from which a dense copy made for the call is faster than decoding into tensor cores. Measured on Hopper;
-    elsewhere an estimate from arithmetic rates and bandwidth."""
-    return _DENSE_ROWS_HOPPER if on.capability == HOPPER else _DENSE_ROWS
+def dense_rows(on: Chip, weights: int = 0) -> int:
+    """Rows from which a dense copy of that many weights, made for the call, is faster than decoding into tensor cores.
+    Measured on Hopper; elsewhere an estimate from arithmetic rates and bandwidth."""
+    if on.capability != HOPPER:
+        return _DENSE_ROWS
+    return _DENSE_ROWS_LARGE if weights >= _LARGE else _DENSE_ROWS_HOPPER
 
 
 def int4_refusal(p: Problem, on: Chip) -> str | None:
@@ -82,7 +85,7 @@ def _hopper(p: Problem, on: Chip) -> str | None:
 
 
 def _many_rows(p: Problem, on: Chip) -> str | None:
-    if p.M > (limit := dense_rows(on)):
+    if p.M > (limit := dense_rows(on, p.K * p.N)):
         return f"M={p.M} > {limit}: arithmetic decides, and a dense copy for this call has more of it"
     return None
 

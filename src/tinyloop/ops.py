@@ -6,7 +6,6 @@ Activations of any float dtype and of 1 to 4 (or more) dimensions come back in t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
@@ -86,12 +85,11 @@ def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, ba
         G, bits = weight.K, 8 * weight.weight.element_size()
     else:
         G, bits = weight.group_size, weight.bits
-    p = Problem(
-        M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact, w.channel, w.iteration
-    )
-    if w.device.type == "cpu":
-        return p
-    return replace(p, device=str(w.device), marlin=use_marlin(), unpackable=w.unpackable)
+    cpu = w.device.type == "cpu"
+    return Problem(
+        M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact, w.channel, w.iteration,
+        str(w.device), cpu or use_marlin(), None if cpu else w.unpackable,
+    )  # fmt: skip
 
 
 def _run(x: Tensor, w: PackedWeight, p: Problem) -> Tensor:

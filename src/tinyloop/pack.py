@@ -38,6 +38,7 @@ class PackedWeight:
         self._dense: dict[tuple[torch.dtype, int | None], Tensor] = {}
         self._bias: dict[torch.dtype, Tensor] = {}
         self._marlin: MarlinWeight | None = None
+        self.ready: dict[tuple[int, torch.dtype], Any] = {}  # launches of cuda/run.py, by rows and dtype
         self._canonical: LinearWeight | None = weight if weight_device(weight) == self.device else None
 
     def prepare(self) -> PackedWeight:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import plan
+from .dispatch import plan, use_marlin
 from .errors import InputError
 from .ops import calls, problem, quant_gemm
 from .pack import PackedWeight
@@ -92,17 +92,31 @@ def _product(
 
 
 def _planned(x: Tensor, held: Held) -> Tensor:
-    """The whole way, with every check; where the plan was the panel kernel, the next time goes straight there."""
+    """The whole way, with every check; where the plan was a kernel for few rows, the next time goes straight there."""
     y = quant_gemm(x.detach(), held.pack)
     M = x.numel() // x.shape[-1]
-    if (
-        0 < M <= FEW
-        and x.device.type == "cpu"
-        and plan(problem(held.pack, M, x.dtype)).kernel == "panel"
-        and x.dtype != torch.float16
-    ):
-        held.few[M, x.dtype] = _straight(held.pack.panel())
+    if 0 < M <= FEW:
+        kernel = plan(problem(held.pack, M, x.dtype)).kernel
+        if kernel == "panel" and x.dtype != torch.float16:
+            held.few[M, x.dtype] = _straight(held.pack.panel())
+        if kernel == "tensor_core" and held.pack.perm is None:
+            held.few[M, x.dtype] = _launched(held.pack, M, x.dtype)
     return y
+
+
+def _launched(pack: PackedWeight, M: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    from .cuda.run import aligned, ready
+
+    product, K, N = ready(pack, M, dtype), pack.weight.K, pack.weight.N
+
+    def call(x: Tensor) -> Tensor:
+        if not use_marlin():
+            return quant_gemm(x.detach(), pack)
+        calls["tensor_core"] += 1
+        y = product(aligned(x.view(M, K)))
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], N)
+
+    return call
 
 
 def _straight(panel: Any) -> Callable[[Tensor], Tensor]:

@@ -8,6 +8,7 @@ exit status   0  all right    1  a wrong value    77  no GPU to try it on
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 
@@ -15,8 +16,8 @@ import torch
 from tests.parity import chain
 from tests.parity.cuda_cases import activations, error, want64, weight
 
-from tinyloop.cuda import gemm, hopper, paths, run
-from tinyloop.cuda.config import HopperConfig, variants
+from tinyloop.cuda import gemm, hopper, launch, paths, run
+from tinyloop.cuda.config import hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.marlin import MarlinWeight
 
@@ -42,8 +43,8 @@ def products(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
             for config in variants():
                 yield f"{config} {where}", error(gemm.product(x, m, config=config), want)
             if torch.cuda.get_device_capability() == HOPPER:
-                for BM, NJ, CW in ((256, 1, 2), (128, 2, 2), (64, 4, 2), (64, 2, 3), (64, 1, 4)):
-                    tile = HopperConfig(BM, NJ, CW, least=1)
+                for tile in hopper_variants():
+                    tile = dataclasses.replace(tile, least=1)  # cut along K, small as K is
                     yield f"hopper {tile} {where}", error(hopper.product(x, m, config=tile), want)
 
 
@@ -51,6 +52,8 @@ def main() -> int:
     if reason := chain.gpu():
         print(reason)
         return chain.SKIPPED
+    if "--apart" in sys.argv:
+        launch.Launcher.overlapping = False
     wrong = tried = 0
     for dtype, limit in LIMIT.items():
         for what, e in products(dtype):

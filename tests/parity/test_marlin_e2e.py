@@ -48,6 +48,7 @@ def drift(model: Model, tokens: list[int], capsys: pytest.CaptureFixture[str]) -
     assert set(calls) <= set(INT4_KERNELS), "a product fell back"
     off, native = scored(model, tokens, False)
     assert not set(native) & set(INT4_KERNELS)
+    dispatch.set_marlin_dispatch(True)
     report = tl.pack_model_for_marlin(model)
     with capsys.disabled():
         print(

@@ -74,6 +74,8 @@ _TILES = (
     (8, 0, Config(1, 1, 1, 8, 6, False)),
     (16, 16384, Config(2, 1, 4, 4, 4, False)),
     (16, 0, Config(2, 1, 1, 8, 6, False)),
+    (32, 8192, Config(4, 1, 2, 4, 4, False)),
+    (32, 6144, Config(4, 1, 1, 4, 4, False)),
     (32, 4096, Config(4, 1, 2, 4, 4, False)),
     (32, 0, Config(4, 1, 1, 4, 4, False)),
     (64, 16384, Config(8, 1, 4, 2, 4, True)),
@@ -93,9 +95,8 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
-    wanted = on.multiprocessors * 4 // 3 // tiles
-    chunks = K // CHUNK
-    return replace(config, splits=max(1, min(wanted, chunks // (2 * config.WK), 16)))
+    wanted = min(on.multiprocessors * 4 // 3 // tiles, K // CHUNK // (2 * config.WK), 16)
+    return replace(config, splits=1 << max(0, wanted.bit_length() - 1))  # powers of two cut K evenly
 
 
 def _smaller(c: Config) -> Config:
@@ -124,7 +125,7 @@ class HopperConfig:
     BM: int  # rows
     NJ: int  # words per lane and step: a consumer warpgroup covers 64·NJ columns
     CW: int = 2  # consumer warpgroups
-    least: int = 4  # chunks of k below which a tile is not cut further
+    least: int = 8  # chunks of k below which a tile is not cut further
 
     @property
     def columns(self) -> int:
@@ -162,17 +163,32 @@ class HopperConfig:
         return Work(tiles - rest, piece, total, -(-total // piece))
 
     def __str__(self) -> str:
-        return f"{self.BM}×{self.columns} tiles"
+        return f"{self.BM}×{self.columns} tiles, {self.CW} consumers"
 
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what alignment may take
 
 
-def choose_hopper(M: int, N: int, K: int, multiprocessors: int) -> HopperConfig:
-    """The tile for M rows, N and K as padded, on a Hopper chip."""
-    if M <= 64:
-        return HopperConfig(64, 2)
-    return HopperConfig(128, 2) if M <= 128 else HopperConfig(256, 1)
+# Tiles by rows of x: (rows up to, columns from, config). Measured on an H200 (docs/log.md).
+_HOPPER_TILES = (
+    (64, 16384, HopperConfig(64, 2, 3)),
+    (64, 8192, HopperConfig(64, 1, 4)),
+    (64, 6144, HopperConfig(64, 1, 3)),
+    (64, 0, HopperConfig(64, 1)),
+    (128, 8192, HopperConfig(128, 2)),
+    (128, 6144, HopperConfig(128, 1, 3)),
+    (128, 0, HopperConfig(128, 1)),
+    (256, 8192, HopperConfig(256, 1)),
+    (256, 6144, HopperConfig(128, 1, 3)),
+    (256, 4096, HopperConfig(256, 1)),
+    (256, 0, HopperConfig(128, 1)),
+    (1 << 62, 0, HopperConfig(256, 1)),
+)
+
+
+def choose_hopper(M: int, N: int) -> HopperConfig:
+    """The tile for M rows and N columns as padded, on a Hopper chip."""
+    return next(c for rows, columns, c in _HOPPER_TILES if rows >= M and columns <= N)
 
 
 # The chips that kernels are compiled for without a GPU: what a block may have of shared memory, in KB.
@@ -196,4 +212,4 @@ def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted({choose_hopper(M, 8192, 8192, 132) for M in (64, 128, 256)}, key=str)
+    return sorted({config for _, _, config in _HOPPER_TILES}, key=str)

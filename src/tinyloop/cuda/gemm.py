@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -48,6 +49,47 @@ def defines(config: Config, **flags: bool) -> dict[str, int]:
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
+class Ready:
+    """One product of M rows of a dtype, with everything but x and y in place: what a call then costs is the launch."""
+
+    def __init__(
+        self, M: int, dtype: torch.dtype, w: MarlinWeight, bias: Tensor | None = None, config: Config | None = None,
+        symmetric: bool = False, pair: tuple[MarlinWeight, Tensor | None] | None = None,
+    ):  # fmt: skip
+        self.M, self.N, self.dtype = M, w.N, torch.float32 if symmetric else dtype
+        self._where, self._keep = w.B.device, (w, bias, pair)  # whose addresses the arguments hold
+        device = w.B.device.index
+        c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
+        column = w.group_size == -1
+        halves = not column and w.group_size % CHUNK != 0
+        self._run = _launcher(
+            replace(c, splits=1), device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves,
+            symmetric, pair is not None,
+        )  # fmt: skip
+        p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK, splits=c.splits)
+        p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
+        p.row_tiles = -(-M // c.rows)
+        tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
+        self._blocks, self._counters = tiles * c.splits, tiles
+        self._floats = tiles * c.splits * c.rows * c.columns if c.splits > 1 else 0
+        self._arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
+        self._lock = threading.Lock()  # of the arguments, which a launch copies
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x fp16 | bf16 [M, K], rows aligned to 16 bytes, elements adjacent → x's dtype [M, N], fp32 if symmetric."""
+        y = torch.empty(self.M, self.N, dtype=self.dtype, device=self._where) if out is None else out
+        if self.M == 0:
+            return y
+        p = self._arguments.p
+        with self._lock:
+            p.x, p.y, p.ldx = x.data_ptr(), y.data_ptr(), x.stride(0)
+            if self._floats:
+                p.partial = scratch_floats(self._run.device, self._floats, "partial").data_ptr()
+                p.arrived = scratch_counters(self._run.device, self._counters).data_ptr()
+            self._run(self._arguments, self._blocks)
+        return y
+
+
 def product(
     x: Tensor,  # fp16 | bf16 [M, K] on cuda, rows aligned to 16 bytes, elements adjacent
     w: MarlinWeight,
@@ -58,37 +100,8 @@ def product(
     out: Tensor | None = None,
 ) -> Tensor:  # x's dtype [M, N]; fp32 where symmetric
     """`x @ W + bias`, or silu of it times `x @ W2 + bias2` for a pair. Symmetric leaves δ out and the sum in fp32."""
-    M, device = x.shape[0], x.device.index
-    y = torch.empty(M, w.N, dtype=torch.float32 if symmetric else x.dtype, device=x.device) if out is None else out
-    if M == 0:
-        return y
-    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
-    column = w.group_size == -1
-    halves = not column and w.group_size % CHUNK != 0
-    run = _launcher(
-        replace(c, splits=1), device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves, symmetric,
-        pair is not None,
-    )  # fmt: skip
-    row_tiles = -(-M // c.rows)
-    columns = c.columns // (2 if pair else 1)
-    tiles = row_tiles * -(-w.Np // columns)
-    a = _Arguments()
-    p = a.p
-    p.x, p.y, p.ldx = x.data_ptr(), y.data_ptr(), x.stride(0)
-    p.M, p.N, p.K = M, w.N, w.K
-    p.blocks64, p.chunks = w.Np // 64, w.Kp // CHUNK
-    p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
-    p.row_tiles, p.splits = row_tiles, c.splits
-    if c.splits > 1:
-        p.partial = scratch_floats(device, tiles * c.splits * c.rows * c.columns, "partial").data_ptr()
-        p.arrived = scratch_counters(device, tiles).data_ptr()
-    _fill(a.w, w, bias)
-    if pair is not None:
-        _fill(a.w2, *pair)
-    run(a, tiles * c.splits)
-    return y
+    return Ready(x.shape[0], x.dtype, w, bias, config, symmetric, pair)(x, out)
 
 
-def _fill(a: _Weight, w: MarlinWeight, bias: Tensor | None) -> None:
-    a.B, a.S, a.delta = w.B.data_ptr(), w.S.data_ptr(), w.delta.data_ptr()
-    a.bias = None if bias is None else bias.data_ptr()
+def _weight(w: MarlinWeight, bias: Tensor | None) -> _Weight:
+    return _Weight(w.B.data_ptr(), w.S.data_ptr(), w.delta.data_ptr(), None if bias is None else bias.data_ptr())

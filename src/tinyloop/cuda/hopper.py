@@ -42,7 +42,7 @@ def product(
     if M == 0:
         return y
     sms = chip(device).multiprocessors
-    c = config or choose_hopper(M, w.Np, w.Kp, sms)
+    c = config or choose_hopper(M, w.Np)
     column = w.group_size == -1
     halves = not column and w.group_size % CHUNK != 0
     run = _launcher(c, device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves)

@@ -63,8 +63,11 @@ class Launcher:
     """One kernel on one device, ready to be launched.
 
     `overlaps` says that the kernel calls `wait_for_predecessor` (ptx.cuh) before it reads or writes what another kernel
-    may write: where the chip can, it is then started while the one before it in the stream still runs.
+    may write: where the chip can, it is then started while the one before it in the stream still runs, unless
+    `Launcher.overlapping` is off, for all kernels made from then on.
     """
+
+    overlapping = True
 
     def __init__(
         self, name: str, entry: str, defines: dict[str, int], device: int, threads: int, shared: int = 0,
@@ -72,7 +75,7 @@ class Launcher:
     ):  # fmt: skip
         self.entry, self.threads, self.shared, self.device = entry, threads, shared, device
         kernel, self._code = build.kernel(name, entry, tuple(sorted(defines.items())), chip(device).capability)
-        self._overlaps = overlaps and chip(device).capability >= (9, 0)
+        self._overlaps = overlaps and self.overlapping and chip(device).capability >= (9, 0)
         self._configs = threading.local()  # a launch fills in its own thread's
         api = driver()
         self._function = api.CUfunction(int(kernel.handle))

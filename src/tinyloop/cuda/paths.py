@@ -73,9 +73,9 @@ def group_sums(x: Tensor, group_size: int, out: Tensor | None = None) -> Tensor:
     groups = -(-K // group_size)
     sums = torch.empty(M, groups, dtype=torch.float32, device=x.device) if out is None else out
     if M:
-        a = _Sums(x.data_ptr(), sums.data_ptr(), x.stride(0), K, group_size, groups)
+        a = _Sums(x.data_ptr(), sums.data_ptr(), x.stride(0), M, K, group_size, groups)
         run = _launcher("correction", "a_group_sum", x.device.index, 128, BF16=x.dtype == torch.bfloat16, COLUMN=False)
-        run(a, M * groups)
+        run(a, -(-M * groups // 4))
     return sums
 
 

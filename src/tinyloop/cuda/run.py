@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 log = logging.getLogger("tinyloop")
 PAIR_ROWS = 4096  # rows at a time of the correction pair, whose product stands in fp32 between its kernels
 CROSS_ITER_ROWS = 8  # up to which an iteration's rounding is computed on the way, not as a dense weight
+KEPT_ROWS = 64  # up to which a product's arguments are kept
 _said: set[int] = set()
 
 
@@ -44,10 +45,20 @@ def run(x: Tensor, w: PackedWeight, p: Problem, chosen: Plan) -> Tensor:  # [M, 
 
 def _int4(x: Tensor, w: PackedWeight, bias: Tensor | None, kernel: str) -> Tensor:
     if kernel == "tensor_core":
-        return gemm.product(aligned(x), w.marlin(), bias)
+        return ready(w, x.shape[0], x.dtype)(aligned(x))
     if kernel == "hopper":
         return hopper.product(aligned(x), w.marlin(), bias)
     return torch.nn.functional.linear(x, paths.unpack(w.marlin(), x.dtype), bias)
+
+
+def ready(w: PackedWeight, M: int, dtype: torch.dtype) -> gemm.Ready:
+    """The tensor-core product of M rows with its arguments in place, kept with the weight where rows are few."""
+    call = w.ready.get((M, dtype))
+    if call is None:
+        call = gemm.Ready(M, dtype, w.marlin(), w.bias(dtype))
+        if M <= KEPT_ROWS:
+            w.ready[M, dtype] = call
+    return call
 
 
 def dense(w: PackedWeight, dtype: torch.dtype) -> Tensor:  # dtype [N, K] on cuda
@@ -105,8 +116,8 @@ def mm_asymmetric(x: Tensor, w: MarlinWeight, y: Tensor, bias: Tensor | None = N
         M = rows.shape[0]
         floats = scratch_floats(device, M * (w.N + w.groups), "pair")
         c, sums = floats[: M * w.N].view(M, w.N), floats[M * w.N : M * (w.N + w.groups)].view(M, w.groups)
+        paths.group_sums(rows, group, out=sums)  # first, so that it runs while the product's weights are on their way
         gemm.product(rows, w, symmetric=True, out=c)
-        paths.group_sums(rows, group, out=sums)
         paths.correction(c, sums, w, bias, y[first : first + PAIR_ROWS])
     return Status.OK
 

@@ -19,23 +19,22 @@ struct Sums {
     const u16* x;  // [M][ldx], any alignment
     float* a_sum;  // [M][groups]
     i64 ldx;
-    int K, group_size, groups;
+    int M, K, group_size, groups;
 };
 
-// One block per (m, g): each thread sums its share in order, then a tree.
+// One warp per (m, g): each lane sums its share in order, then a tree.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) a_group_sum(const Sums p) {
-    __shared__ float partial[SUM_THREADS / 32];
     release_successor();
     wait_for_predecessor();
-    const i64 m = blockIdx.x / p.groups;
-    const int g = blockIdx.x % p.groups, end = min(p.K, (g + 1) * p.group_size);
+    const i64 job = (i64)blockIdx.x * (SUM_THREADS / 32) + threadIdx.x / 32, m = job / p.groups;
+    const int g = (int)(job % p.groups), end = min(p.K, (g + 1) * p.group_size);
+    if (m >= p.M) return;
     float sum = 0.f;
-    for (int k = g * p.group_size + threadIdx.x; k < end; k += SUM_THREADS) sum += f32_of(p.x[m * p.ldx + k]);
+#pragma unroll 4
+    for (int k = g * p.group_size + threadIdx.x % 32; k < end; k += 32) sum += f32_of(p.x[m * p.ldx + k]);
 #pragma unroll
     for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) p.a_sum[blockIdx.x] = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+    if (threadIdx.x % 32 == 0) p.a_sum[job] = sum;
 }
 
 struct Correction {
@@ -56,7 +55,7 @@ DEVICE int permuted(int n) {
 
 // One thread per column and eight rows, so that δ is read once for eight; the rows' sums pass through shared memory, some
 // groups at a time.
-extern "C" __global__ void __launch_bounds__(128) correction_accum(const Correction p) {
+extern "C" __global__ void __launch_bounds__(128, 1) correction_accum(const Correction p) {
     constexpr int GROUPS = 32;
     __shared__ float sums[GROUPS][ROWS];
     release_successor();
@@ -65,7 +64,9 @@ extern "C" __global__ void __launch_bounds__(128) correction_accum(const Correct
     const i64 m0 = (i64)(blockIdx.x / columns) * ROWS;
     const int rows = (int)min(p.M - m0, (i64)ROWS);
     const float* delta = p.delta + permuted(min(n, p.N - 1));
-    float sum[ROWS] = {};
+    float sum[ROWS] = {}, c[ROWS];  // c is on its way while the sums are added
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) c[i] = i < rows && n < p.N ? p.c[(m0 + i) * p.N + n] : 0.f;
     for (int first = 0; first < p.groups; first += GROUPS) {
         const int count = min(p.groups - first, GROUPS);
         __syncthreads();
@@ -86,6 +87,6 @@ extern "C" __global__ void __launch_bounds__(128) correction_accum(const Correct
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const i64 at = (m0 + i) * p.N + n;
-        if (i < rows) p.y[at] = round16(p.c[at] + sum[i] + bias);
+        if (i < rows) p.y[at] = round16(c[i] + sum[i] + bias);
     }
 }
