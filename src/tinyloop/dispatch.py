@@ -9,12 +9,14 @@ The order and the limits in M are measured (docs/log.md, 2026-11-29; two cores, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -206,22 +208,21 @@ def plan(problem: Problem, on: Machine | Chip | None = None) -> Plan:
     """The first kernel that does not refuse, and the refusals before it. `on` is by default the problem's device."""
     if on is None:
         on = machine() if problem.device == "cpu" else chip(problem.device)
-    return _plan(problem, on)
+    return _plan_on_gpu(problem, on) if isinstance(on, Chip) else _first(CPU_KERNELS, problem, on)
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def _plan(problem: Problem, on: Machine | Chip) -> Plan:
+@functools.lru_cache(maxsize=1 << 12)  # a plan is 30 µs of refusals in words, and a launch 5
+def _plan_on_gpu(problem: Problem, on: Chip) -> Plan:
+    chosen = _first(CUDA_KERNELS, problem, on)
+    return dataclasses.replace(chosen, config=_config(chosen.kernel, problem, on))
+
+
+def _first(table: Iterable[Any], problem: Problem, on: Any) -> Plan:
     refused: list[tuple[str, str]] = []
-    if isinstance(on, Chip):
-        for row in CUDA_KERNELS:
-            if (reason := row.refuses(problem, on)) is None:
-                return Plan(row.name, row.about, tuple(refused), _config(row.name, problem, on))
-            refused.append((row.name, reason))
-    else:
-        for kernel in CPU_KERNELS:
-            if (reason := kernel.refuses(problem, on)) is None:
-                return Plan(kernel.name, kernel.about, tuple(refused))
-            refused.append((kernel.name, reason))
+    for kernel in table:
+        if (reason := kernel.refuses(problem, on)) is None:
+            return Plan(kernel.name, kernel.about, tuple(refused))
+        refused.append((kernel.name, reason))
     raise AssertionError("the last kernel of a table refuses nothing")
 
 
