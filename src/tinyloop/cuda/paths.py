@@ -22,6 +22,7 @@ class _Sums(Arguments):
         ("x", _p),
         ("a_sum", _p),
         ("ldx", _i64),
+        ("M", _i32),
         ("K", _i32),
         ("group_size", _i32),
         ("groups", _i32),
