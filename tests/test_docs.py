@@ -141,6 +141,19 @@ def test_no_machine_and_no_registry_is_named(page: Path) -> None:
     assert not re.findall(FORBIDDEN, page.read_text("utf-8"))
 
 
+def test_the_page_on_the_environment_names_all_of_it() -> None:
+    """Every variable that the sources know, and no other."""
+    known = {name for f in SOURCES for name in re.findall(r"TINYLOOP_[A-Z0-9_]+", f.read_text("utf-8"))}
+    page = (ROOT / "docs/environment.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(TINYLOOP_[A-Z0-9_]+)` \| ([01]) \|", page, flags=re.M)
+    assert {name for name, _ in rows} == known == set(re.findall(r"TINYLOOP_[A-Z0-9_]+", page))
+    from tinyloop import dispatch
+
+    defaults = {"TINYLOOP_USE_MARLIN": dispatch.use_marlin(), "TINYLOOP_CROSS_ITER_ROUND": dispatch.cross_iter_round()}
+    defaults["TINYLOOP_EXPERIMENTAL_FP16_BODY"] = dispatch.fp16_body()
+    assert {name: bool(int(value)) for name, value in rows} == defaults
+
+
 def test_the_checks_find_what_they_look_for(tree: set[str]) -> None:
     """Each rule on a line that breaks it, since a pattern that matches nothing passes everything."""
     assert re.search(FORBIDDEN, "see /work/notes")
