@@ -326,3 +326,18 @@ def test_token_ids_are_whole_numbers_wherever_they_come_in(given: Any) -> None:
 def test_messages_and_token_ids_do_not_mix() -> None:
     with pytest.raises(InputError, match="mixes chat messages and token ids"):
         tl.Model(tiny_checkpoint(), torch.float32).generate([{"role": "user", "content": "x"}, 5])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": "5"}, "max_tokens='5' must be a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number"),
+        ({"loops": "2"}, "loops='2' must be a whole number"),
+        ({"sampling": "greedy"}, "sampling='greedy' must be a tinyloop.Sampling"),
+    ],
+)
+def test_settings_of_the_wrong_type(settings: dict[str, Any], message: str) -> None:
+
+    with pytest.raises(InputError, match=message):
+        list(tl.Model(tiny_checkpoint()).generate("a", **settings))

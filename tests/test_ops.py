@@ -635,3 +635,11 @@ def test_dense_weights_are_products_like_others(stored: torch.dtype, dtype: torc
             ours.append(error(y, exact))
             plain.append(error(torch.nn.functional.linear(x, w.weight.to(dtype), w.bias.to(dtype)), exact))
     assert max(ours) <= 2 * max(plain) + torch.finfo(dtype).eps / 2
+
+
+def test_what_is_no_tensor_and_no_weight() -> None:
+    w = random_quant_weight(64, 32, 32, seed=1)
+    with pytest.raises(InputError, match="x is list; activations are a torch tensor"):
+        quant_gemm([1.0], w)
+    with pytest.raises(InputError, match="NoneType is no weight; give a QuantWeight or a DenseWeight"):
+        quant_gemm(torch.zeros(1, 64), None)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import FormatError, InputError
+from .errors import FormatError, InputError, whole
 
 SEGMENT_NAMES = ("pre", "loop", "coda")
 
@@ -117,8 +117,7 @@ class ModelConfig:
             return self
         if self.loops is None:
             raise InputError(f"loops={loops}: this model has no loop segment, leave the loop count out")
-        if loops < 1:
-            raise InputError(f"loops={loops} must be ≥ 1")
+        whole("loops", loops, 1)
         segments = tuple(dataclasses.replace(s, repeats=loops) if s.name == "loop" else s for s in self.segments)
         return dataclasses.replace(self, segments=segments)
 

@@ -46,6 +46,8 @@ def dtype_on(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
         what, known, default = "a CPU", CPU_DTYPES, dispatch.default_dtype()
     else:
         what, known, default = "a GPU", CUDA_DTYPES, torch.float16
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InputError(f"dtype={dtype!r} is no torch dtype; give torch.bfloat16, say, or None for the default")
     if dtype is not None and dtype not in known:
         *most, last = (str(d).removeprefix("torch.") for d in known)
         raise InputError(f"dtype={dtype}: on {what} a model runs in {', '.join(most)} or {last}")

@@ -4,6 +4,11 @@ Every message names the argument, its value, the rule and the way out. The comma
 traceback; anything else that escapes is a fault of the software and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import operator
+from typing import Any
+
 
 class TinyLoopError(ValueError):
     """Base of all errors that the caller can mend."""
@@ -23,3 +28,14 @@ class InputError(TinyLoopError):
 
 class NumericalError(TinyLoopError):
     """A result is NaN: reported instead of a number or a token."""
+
+
+def whole(name: str, value: Any, least: int | None = None, way_out: str = "") -> int:
+    """An argument that must be a whole number, from `least` on."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputError(f"{name}={value!r} must be a whole number{way_out}") from None
+    if least is not None and number < least:
+        raise InputError(f"{name}={value!r} must be ≥ {least}{way_out}")
+    return number

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from .errors import InputError, NumericalError
+from .errors import InputError, NumericalError, whole
 from .interrupt import uninterrupted
 from .sampling import Sampling, pick
 from .tokenizer import token_ids
@@ -41,8 +41,11 @@ class Options:
     loops: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens={self.max_tokens} must be ≥ 1")
+        whole("max_tokens", self.max_tokens, 1)
+        if not isinstance(self.sampling, Sampling | None):
+            raise InputError(
+                f"sampling={self.sampling!r} must be a tinyloop.Sampling, or None for the most probable token"
+            )
         if isinstance(self.stop, str) or not all(self.stop):
             raise InputError(f"stop={self.stop!r} must be a tuple of strings, none of them empty")
 

@@ -35,6 +35,8 @@ def quant_gemm(
     `exact_int4` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, and where
     a gradient is expected.
     """
+    if not isinstance(x, Tensor):
+        raise InputError(f"x is {type(x).__name__}; activations are a torch tensor")
     packed = w if isinstance(w, PackedWeight) else pack(w)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"x is {x.dtype}; activations are float32, bfloat16 or float16: cast it first")

@@ -181,7 +181,9 @@ class PackedWeight:
 
 def pack(weight: LinearWeight, keep_dense: bool = False, device: torch.device | str | None = None) -> PackedWeight:
     """Allow layouts to be derived from `weight` and kept, on `device` (default: where it is): what `quant_gemm` wants
-    for repeated products."""
+    for repeated products. Raises InputError for what is no weight."""
+    if not isinstance(weight, QuantWeight | DenseWeight):
+        raise InputError(f"{type(weight).__name__} is no weight; give a QuantWeight or a DenseWeight")
     return PackedWeight(weight, keep_dense, weight_device(weight) if device is None else device)
 
 

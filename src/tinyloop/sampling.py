@@ -5,7 +5,7 @@ spin on the core that the decode step needs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -29,6 +29,9 @@ class Sampling:
     stream: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(value := getattr(self, field.name), int | float):
+                raise InputError(f"{field.name}={value!r} must be a number")
         rules = (
             ("temperature", 0 <= self.temperature < math.inf, "a number ≥ 0 (0: the most probable token)"),
             ("top_k", self.top_k >= 0, "≥ 0 (0: no limit)"),

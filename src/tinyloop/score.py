@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 import numpy as np
 import torch
 
-from .errors import InputError, NumericalError
+from .errors import InputError, NumericalError, whole
 from .interrupt import uninterrupted
 from .textstream import TokenPiece, encode_stream, read_text
 from .tokenizer import token_ids
@@ -137,10 +137,10 @@ class _Settings:
 def _resolved(model: Model, p: Protocol) -> _Settings:
     """Defaults filled in, ranges checked."""
     context = model.config.max_position_embeddings
-    window = min(WINDOW, context) if p.window is None else p.window
+    window = min(WINDOW, context) if p.window is None else whole("window", p.window)
     if not 2 <= window <= context:
         raise InputError(f"window={window} must be 2 to {context}, the model's context")
-    stride = window if p.stride is None else p.stride
+    stride = window if p.stride is None else whole("stride", p.stride)
     if not 1 <= stride <= window:
         raise InputError(f"stride={stride} must be 1 to window={window}")
     model.config.with_loops(p.loops)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, whole
 from ..weight import QuantWeight
 from . import rounding
 from .rounding import LEVELS
@@ -47,8 +47,8 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         rounding.check(self.channel)
-        if self.group_size is not None and self.group_size < 1:
-            raise InputError(f"group_size={self.group_size} must be ≥ 1, or None for one group per column")
+        if self.group_size is not None:
+            whole("group_size", self.group_size, 1, ", or None for one group per column")
         if not 0 < self.damp <= 1:
             raise InputError(f"damp={self.damp} must be in (0, 1]")
 
