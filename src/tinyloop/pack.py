@@ -60,7 +60,8 @@ class PackedWeight:
             assert isinstance(self.weight, QuantWeight)
             _check_no_capture(self.device)
             self._marlin = MarlinWeight.of(self.weight, self.device)
-            torch.cuda.current_stream(self.device).synchronize()  # kernels read it before those ahead have ended
+            if self._marlin.B.is_cuda:  # kernels read it before those ahead of them have ended
+                torch.cuda.current_stream(self.device).synchronize()
         return self._marlin
 
     def canonical(self) -> LinearWeight:
