@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import itertools
 import logging
+import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ import tinyloop as tl
 from helpers import random_quant_weight, with_random_channel
 from tinyloop import dispatch, marlin, ops
 from tinyloop.cuda import build, launch
-from tinyloop.cuda.config import CHUNK, KINDS, Chip, Config, choose, choose_hopper, hopper_variants, variants
+from tinyloop.cuda.config import CHUNK, KINDS, Chip, Config, Work, choose, choose_hopper, hopper_variants, variants
 from tinyloop.dispatch import Plan, Problem, plan
 from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, MMA_ROWS_HOPPER, NATIVE_ROWS, dense_rows
 
@@ -493,3 +495,59 @@ def test_hopper_schedule_covers_each_chunk_once(blocks: int) -> None:
             assert work.piece * (work.pieces - 1) < cut <= work.piece * work.pieces
         else:
             assert work.pieces == 0
+
+
+Item = tuple[int, int, int]  # tile, first and end of its chunks
+
+
+def dealt(work: Work, chunks: int, block: int, blocks: int) -> list[Item]:
+    """What hopper.cu's `Schedule` gives to one block of so many, item after item."""
+    at = min(work.piece * block, work.total)
+    tile, chunk, left = work.whole + at // chunks, at % chunks, min(work.piece * (block + 1), work.total) - at
+    items = []
+    while left > 0:
+        items.append((tile, chunk, min(chunks, chunk + left)))
+        left -= items[-1][2] - chunk
+        tile, chunk = tile + 1, 0
+    return items + [(whole, 0, chunks) for whole in range(block, work.whole, blocks)]
+
+
+def place_of(work: Work, chunks: int, block: int, tile: int) -> tuple[int, int, int]:
+    """What hopper.cu's `reduce` takes for a block's part of a cut tile: its slot, the first and the last block."""
+    start = (tile - work.whole) * chunks
+    slot = 2 * block + (min(work.piece * block, work.total) < start)
+    return slot, start // work.piece, (start + chunks - 1) // work.piece
+
+
+def random_work() -> Iterator[tuple[int, int, int, int]]:  # tiles, chunks, multiprocessors, least
+    r = random.Random(0)
+    for _ in range(3000):
+        sms = r.choice((1, 2, 7, 78, 114, 132))
+        yield r.choice((r.randint(1, 2 * sms), r.randint(1, 5 * sms))), r.randint(2, 60), sms, r.choice((1, 3, 8))
+    yield from ((tiles, chunks, 132, 8) for tiles in (1, 67, 100, 131, 133, 200) for chunks in (2, 8, 16, 448))
+
+
+def test_hopper_pieces_come_together() -> None:
+    """Every chunk of every tile is multiplied once. Of a cut tile, the blocks that `reduce` counts and adds are those
+    that leave a part of it, in the order of k, each in a slot that nothing else uses; counters and slots are enough."""
+    for tiles, chunks, sms, least in random_work():
+        work = dataclasses.replace(hopper_variants()[0], least=least).schedule(tiles, chunks, sms)
+        blocks = max(work.pieces, min(work.whole, sms))  # the grid of cuda/hopper.py
+        assert 1 <= blocks <= sms
+        covered: dict[int, list[tuple[int, int, int]]] = {}
+        slots = list[int]()
+        for block in range(blocks):
+            for tile, first, end in dealt(work, chunks, block, blocks):
+                covered.setdefault(tile, []).append((first, end, block))
+                if end - first < chunks:
+                    slots.append(place_of(work, chunks, block, tile)[0])
+        assert sorted(covered) == list(range(tiles))
+        for tile, parts in covered.items():
+            parts.sort()
+            assert [k for first, end, _ in parts for k in range(first, end)] == list(range(chunks))
+            if len(parts) > 1:
+                assert tile - work.whole < sms  # its counter
+                (ends,) = {place_of(work, chunks, block, tile)[1:] for _, _, block in parts}
+                assert [block for *_, block in parts] == list(range(ends[0], ends[1] + 1))
+        assert len(set(slots)) == len(slots)
+        assert all(slot < 2 * work.pieces for slot in slots)

@@ -12,8 +12,8 @@
 // covers 64·NJ columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 23 instructions and
 // serves BM rows. δ, as in tensor_core.cu's `decode`, costs nothing: W is computed in fp32 and rounded once.
 //
-// Work. The grid is one block per multiprocessor. `tiles` whole tiles are dealt out first come first served in rounds; of
-// the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block. Blocks that
+// Work. The grid is one block per multiprocessor. `whole` tiles are dealt out in rounds, one to each block; of the rest,
+// too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block. Blocks that
 // hold a piece of a tile leave fp32 sums in global memory, and the last to arrive adds them in the order of k.
 
 #ifndef BM
