@@ -72,6 +72,8 @@ def _one_launch(x: Tensor, gate: PackedWeight, up: PackedWeight) -> bool:
         return False
     if gate.perm is not None or up.perm is not None:  # an order of x for each
         return False
+    if x.requires_grad and torch.is_grad_enabled():  # refused by quant_gemm, in words
+        return False
     M = x.numel() // x.shape[-1]
     if any(plan(problem(w, M, x.dtype)).kernel != "tensor_core" for w in (gate, up)):
         return False

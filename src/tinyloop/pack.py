@@ -7,12 +7,13 @@ model that only scores holds dense copies, and one that only decodes holds panel
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
-from . import channel
+from . import channel, devices
 from .dispatch import chip, machine
 from .errors import InputError
 from .marlin import MarlinWeight, refusal
@@ -39,12 +40,16 @@ class PackedWeight:
         self._bias: dict[torch.dtype, Tensor] = {}
         self._marlin: MarlinWeight | None = None
         self.ready: dict[tuple[int, torch.dtype], Any] = {}  # launches of cuda/run.py, by rows and dtype
-        self._canonical: LinearWeight | None = weight if weight_device(weight) == self.device else None
+        there = weight_device(weight) == self.device and (self.device.type == "cpu" or _is_contiguous(weight))
+        self._canonical: LinearWeight | None = weight if there else None
 
     def prepare(self) -> PackedWeight:
-        """Make now what products on a GPU read, which else the first one makes; returns this weight."""
+        """Make now what products on a GPU read, which else the first one makes; returns this weight. A dense copy is
+        left to the first product, which says of what dtype."""
         if self.device.type != "cpu":
             _ = self.perm
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                self.bias(dtype)
             self.marlin() if self.unpackable is None else self.canonical()
         return self
 
@@ -59,16 +64,18 @@ class PackedWeight:
         if self._marlin is None:
             assert isinstance(self.weight, QuantWeight)
             _check_no_capture(self.device)
-            self._marlin = MarlinWeight.of(self.weight, self.device)
-            if self._marlin.B.is_cuda:  # kernels read it before those ahead of them have ended
-                torch.cuda.current_stream(self.device).synchronize()
+            made = MarlinWeight.of(self.weight, self.device)
+            _settle(self.device)  # kernels read it before those ahead in the stream have ended
+            self._marlin = made
         return self._marlin
 
     def canonical(self) -> LinearWeight:
-        """The weight itself on this weight's device."""
+        """The weight itself on this weight's device; on a GPU, contiguous as its kernels read it."""
         if self._canonical is None:
             _check_no_capture(self.device)
-            self._canonical = self.weight.to(self.device)
+            made = _contiguous(self.weight.to(self.device))
+            _settle(self.device)
+            self._canonical = made
         return self._canonical
 
     @property
@@ -80,7 +87,12 @@ class PackedWeight:
     def perm(self) -> Tensor | None:  # int32 [K]
         """The order in which the weight's rows are stored; every layout is in stored order. None: their own."""
         perm = self.weight.perm if isinstance(self.weight, QuantWeight) else None
-        return None if perm is None else perm.to(self.device)
+        if perm is None or perm.device == self.device:
+            return perm
+        _check_no_capture(self.device)
+        perm = perm.to(self.device)
+        _settle(self.device)
+        return perm
 
     def at(self, iteration: int) -> PackedWeight:
         """This weight as loop iteration `iteration` rounds it, sharing all layouts; itself without a channel."""
@@ -109,11 +121,15 @@ class PackedWeight:
         return sizes
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        if self.weight.bias is None:
-            return None
-        if dtype not in self._bias:
-            self._bias[dtype] = self.weight.bias.to(self.device, dtype)
-        return self._bias[dtype]
+        bias = self.weight.bias
+        if bias is None or dtype in self._bias:
+            return self._bias.get(dtype)
+        if (bias.device, bias.dtype) != (self.device, dtype) or not bias.is_contiguous():
+            _check_no_capture(self.device)
+            bias = bias.to(self.device, dtype).contiguous()
+            _settle(self.device)
+        self._bias[dtype] = bias
+        return bias
 
     def panel(self) -> Any:
         """The layout of the CPU kernels, see cpu/panel.py."""
@@ -155,9 +171,13 @@ class PackedWeight:
         key = dtype, self.iteration
         if key in self._dense:
             return self._dense[key]
+        if not keep:
+            return self._rows(dtype)
+        _check_no_capture(self.device)
         W = self._rows(dtype)
-        if keep:
-            self._dense[key] = W = _reorder(W) if self.device.type == "cpu" else W
+        W = _reorder(W) if self.device.type == "cpu" else W
+        _settle(self.device)
+        self._dense[key] = W
         return W
 
     def _rows(self, dtype: torch.dtype) -> Tensor:  # [N, K]
@@ -182,10 +202,11 @@ class PackedWeight:
 
 def pack(weight: LinearWeight, keep_dense: bool = False, device: torch.device | str | None = None) -> PackedWeight:
     """Allow layouts to be derived from `weight` and kept, on `device` (default: where it is): what `quant_gemm` wants
-    for repeated products. Raises InputError for what is no weight."""
+    for repeated products. Raises InputError for what is no weight, and for a device that is not here."""
     if not isinstance(weight, QuantWeight | DenseWeight):
         raise InputError(f"{type(weight).__name__} is no weight; give a QuantWeight or a DenseWeight")
-    return PackedWeight(weight, keep_dense, weight_device(weight) if device is None else device)
+    where = weight_device(weight) if device is None else devices.resolve(device)
+    return PackedWeight(weight, keep_dense, where)
 
 
 def weight_device(weight: LinearWeight) -> torch.device:
@@ -193,8 +214,34 @@ def weight_device(weight: LinearWeight) -> torch.device:
     return weight.weight.device if isinstance(weight, DenseWeight) else weight.packed.device
 
 
+def _contiguous(weight: LinearWeight) -> LinearWeight:
+    if _is_contiguous(weight):
+        return weight
+    tensors: dict[str, Any] = {name: t.contiguous() for name, t in vars(weight).items() if isinstance(t, Tensor)}
+    return dataclasses.replace(weight, **tensors)
+
+
+def _is_contiguous(weight: LinearWeight) -> bool:
+    """As the GPU's kernels read it; dense weights are torch's, and may have any strides."""
+    tensors = (t for t in vars(weight).values() if isinstance(t, Tensor))
+    return isinstance(weight, DenseWeight) or all(t.is_contiguous() for t in tensors)
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what was just made, before it is kept: products on other streams read it without waiting for ours."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _check_no_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         raise InputError(
             "a weight is not on the GPU yet in the form that products read, and none is made while a CUDA graph is "
             "captured: warm up first, by one product before the capture or by pack(weight).prepare()"

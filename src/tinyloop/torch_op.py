@@ -39,14 +39,14 @@ _library.define(f"quant_gemm_backward(Tensor g, {_WEIGHT}, {_SHAPE}) -> Tensor")
 class Held:
     """A weight's layouts; `q` is there to forget them by, `version` counts what was written to its tensors.
 
-    `few` are calls for few rows by number and dtype of rows, with the kernel that the plan chose: planning and checking
-    cost 10 µs, which matters where products are small.
+    `few` are calls for few rows by number, dtype and device of rows, with the kernel that the plan chose: planning and
+    checking cost 10 µs, which matters where products are small.
     """
 
     pack: PackedWeight
     q: weakref.ref[Tensor]
     version: int | None  # None: tensors made in inference mode do not count
-    few: dict[tuple[int, torch.dtype], Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    few: dict[tuple[int, torch.dtype, torch.device], Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 FEW = 32  # rows up to which calls are kept
@@ -85,7 +85,7 @@ def _product(
     x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, K: int, group_size: int, bits: int
 ) -> Tensor:
     held = held_for(q, scale, zero, bias, K, group_size, bits)
-    call = held.few.get((x.numel() // K, x.dtype))
+    call = held.few.get((x.numel() // K, x.dtype, x.device))
     if call is None or x.shape[-1] != K or not x.is_contiguous():
         return _planned(x, held)
     return call(x)
@@ -98,9 +98,9 @@ def _planned(x: Tensor, held: Held) -> Tensor:
     if 0 < M <= FEW:
         kernel = plan(problem(held.pack, M, x.dtype)).kernel
         if kernel == "panel" and x.dtype != torch.float16:
-            held.few[M, x.dtype] = _straight(held.pack.panel())
+            held.few[M, x.dtype, x.device] = _straight(held.pack.panel())
         if kernel == "tensor_core" and held.pack.perm is None:
-            held.few[M, x.dtype] = _launched(held.pack, M, x.dtype)
+            held.few[M, x.dtype, x.device] = _launched(held.pack, M, x.dtype)
     return y
 
 

@@ -14,6 +14,7 @@ from .launch import Arguments, Launcher, chip, driver, raise_for, scratch_counte
 
 Tensor = torch.Tensor
 _p, _i32 = ctypes.c_void_p, ctypes.c_int
+_MAP_BYTES = 128
 
 
 class _Problem(Arguments):
@@ -48,7 +49,7 @@ def product(
     run = _launcher(c, device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves)
     a = _Arguments()
     p = a.p
-    ctypes.memmove(ctypes.addressof(p), _tensor_map(x, c.BM), 128)
+    ctypes.memmove(ctypes.addressof(p), _tensor_map(x, c.BM), _MAP_BYTES)
     p.y, p.M, p.N = y.data_ptr(), M, w.N
     p.blocks64, p.chunks = w.Np // 64, w.Kp // CHUNK
     p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
@@ -77,18 +78,18 @@ def defines(c: HopperConfig, **flags: bool) -> dict[str, int]:
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
-def _tensor_map(x: Tensor, rows: int) -> int:
-    """Address of the copy engine's description of x; zeros are read outside of it."""
+def _tensor_map(x: Tensor, rows: int) -> bytes:
+    """The copy engine's description of x; zeros are read outside of it."""
     d = driver()
     kind = d.CUtensorMapDataType
     dtype = kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if x.dtype == torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     M, K = x.shape
     stride = x.stride(0) if M > 1 else -(-K // 8) * 8
-    return _encoded(dtype, x.data_ptr(), M, K, stride, rows).getPtr()  # type: ignore[no-any-return]
+    return _encoded(dtype, x.data_ptr(), M, K, stride, rows)
 
 
 @functools.lru_cache(maxsize=256)
-def _encoded(dtype: Any, pointer: int, M: int, K: int, stride: int, rows: int) -> Any:
+def _encoded(dtype: Any, pointer: int, M: int, K: int, stride: int, rows: int) -> bytes:
     d = driver()
     u32, u64 = d.cuuint32_t, d.cuuint64_t
     result, encoded = d.cuTensorMapEncodeTiled(
@@ -98,4 +99,4 @@ def _encoded(dtype: Any, pointer: int, M: int, K: int, stride: int, rows: int) -
         d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
     raise_for(result, f"tensor map of x [{M}, {K}] with rows {stride} elements apart")
-    return encoded
+    return ctypes.string_at(encoded.getPtr(), _MAP_BYTES)

@@ -87,13 +87,14 @@ class Launcher:
         """Launch `blocks` blocks on the device's current stream. Raises LaunchError."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         config = getattr(self._configs, "config", None)
-        if config is None:
-            config = self._configs.config = self._config()
-        config.gridDimX, config.hStream = blocks, current_stream(self.device)
         previous = torch.cuda.current_device()
         if previous != self.device:
             torch.cuda.set_device(self.device)
         try:
+            if config is None:
+                bind_thread(self.device)
+                config = self._configs.config = self._config()
+            config.gridDimX, config.hStream = blocks, current_stream(self.device)
             (result,) = driver().cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)
         finally:
             if previous != self.device:
@@ -112,6 +113,17 @@ class Launcher:
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
         return config
+
+
+def bind_thread(device: int) -> None:
+    """Give a thread that has not touched CUDA the device's context, which the driver, unlike the runtime, asks for."""
+    api = driver()
+    result, context = api.cuCtxGetCurrent()
+    raise_for(result, "cuCtxGetCurrent")
+    if int(context) == 0:
+        result, context = api.cuDevicePrimaryCtxRetain(api.CUdevice(device))  # torch holds it as long as the process
+        raise_for(result, f"the context of cuda:{device}")
+        raise_for(api.cuCtxSetCurrent(context)[0], f"the context of cuda:{device} in a new thread")
 
 
 def raise_for(result: Any, what: str) -> None:

@@ -84,20 +84,27 @@ def pairs(a: MarlinWeight, b: MarlinWeight) -> bool:
 
 def aligned(x: Tensor) -> Tensor:  # [M, K], any strides → the same values, rows aligned to 16 bytes
     """x itself where the kernel's sixteen-byte copies can read it, else a copy with padded rows."""
-    if x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) % 8 == 0 or x.shape[0] <= 1):
+    if _is_aligned(x):
         return x
     M, K = x.shape
     copy = torch.empty(M, -(-K // 8) * 8, dtype=x.dtype, device=x.device)[:, :K]
     return copy.copy_(x)
 
 
+def _is_aligned(x: Tensor) -> bool:
+    """Rows that overlap, as those of `expand` do, count as not aligned: the copy engine has no such strides."""
+    M, K = x.shape
+    apart = M <= 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= K)
+    return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and apart
+
+
 class Status(enum.IntEnum):
     """What `mm_asymmetric` did, for a dispatcher that wants to fall back rather than to catch."""
 
     OK = 0
-    NOT_CUDA = 1  # x, y or the weight is not on one CUDA device
-    DTYPE = 2  # x is not fp16 or bf16, or y is not x's dtype
-    SHAPE = 3  # x [M, K], y [M, N] and the weight do not go together, or strides are not the kernel's
+    NOT_CUDA = 1  # x, y, bias or the weight is not on one CUDA device
+    DTYPE = 2  # x is not fp16 or bf16, or y or bias is not x's dtype
+    SHAPE = 3  # x [M, K], y [M, N], bias [N] and the weight do not go together, or strides are not the kernel's
     NO_KERNELS = 4  # the GPU is too old, or kernels cannot be compiled
 
 
@@ -107,7 +114,7 @@ def mm_asymmetric(x: Tensor, w: MarlinWeight, y: Tensor, bias: Tensor | None = N
     x fp16 or bf16 [M, K] with adjacent elements and rows aligned to 16 bytes, y [M, N] contiguous. Never raises for
     what it cannot serve; scratch only grows, and in the steady state nothing is allocated.
     """
-    status = _admissible(x, w, y)
+    status = _admissible(x, w, y, bias)
     if status is not Status.OK:
         return status
     device, group = x.device.index, w.K if w.group_size == -1 else w.group_size
@@ -122,14 +129,15 @@ def mm_asymmetric(x: Tensor, w: MarlinWeight, y: Tensor, bias: Tensor | None = N
     return Status.OK
 
 
-def _admissible(x: Tensor, w: MarlinWeight, y: Tensor) -> Status:
-    if x.device.type != "cuda" or not x.device == y.device == w.B.device:
+def _admissible(x: Tensor, w: MarlinWeight, y: Tensor, bias: Tensor | None) -> Status:
+    others = (y,) if bias is None else (y, bias)
+    if x.device.type != "cuda" or any(t.device != x.device for t in (w.B, *others)):
         return Status.NOT_CUDA
-    if x.dtype not in (torch.float16, torch.bfloat16) or y.dtype != x.dtype:
+    if x.dtype not in (torch.float16, torch.bfloat16) or any(t.dtype != x.dtype for t in others):
         return Status.DTYPE
-    if x.dim() != 2 or x.shape[1] != w.K or list(y.shape) != [x.shape[0], w.N] or not y.is_contiguous():
+    if x.dim() != 2 or x.shape[1] != w.K or not _is_aligned(x) or list(y.shape) != [x.shape[0], w.N]:
         return Status.SHAPE
-    if aligned(x) is not x:
+    if (bias is not None and list(bias.shape) != [w.N]) or not all(t.is_contiguous() for t in others):
         return Status.SHAPE
     return Status.NO_KERNELS if chip(x.device.index).refusal else Status.OK
 

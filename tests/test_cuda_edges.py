@@ -1,0 +1,169 @@
+"""The edges of the GPU path that have a CPU form: what may be kept, what is refused, and what a thread needs.
+
+`meta` plays the GPU where tensors must lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tinyloop as tl
+from helpers import random_quant_weight
+from tinyloop import dispatch, ops, torch_op
+from tinyloop.cuda import launch, run
+from tinyloop.cuda.config import Chip
+from tinyloop.pack import PackedWeight
+from tinyloop.weight import DenseWeight, QuantWeight
+
+pack = importlib.import_module("tinyloop.pack")  # tinyloop.pack is the function
+NEW = Chip("new", (8, 0), 100, 163 << 10, 1 << 34)
+
+
+@pytest.mark.parametrize(
+    ("device", "text"), [("gpu", "device='gpu' is no device"), ("meta", "device='meta': a model runs on cpu or cuda")]
+)
+def test_pack_refuses_what_is_no_device(device: str, text: str) -> None:
+    with pytest.raises(tl.InputError, match=text):
+        tl.pack(random_quant_weight(64, 32, 32, seed=0), device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_pack_without_a_gpu_is_a_sentence() -> None:
+    with pytest.raises(tl.InputError, match=r"^device='cuda': .*use cpu$"):
+        tl.pack(random_quant_weight(64, 32, 32, seed=0), device="cuda")
+
+
+def permuted(w: QuantWeight) -> QuantWeight:
+    perm = torch.randperm(w.K, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    return QuantWeight(w.packed, w.scale, w.zero, w.K, w.group_size, bias=w.bias, perm=perm)
+
+
+def made(w: PackedWeight) -> dict[str, Any]:
+    """Everything of a weight that is made once and kept."""
+    return {
+        "bias": lambda: w.bias(torch.float16), "canonical": w.canonical, "perm": lambda: w.perm,
+        "marlin": w.marlin, "dense": lambda: w.dense(torch.float16, keep=True),
+    }  # fmt: skip
+
+
+def test_nothing_is_kept_that_a_graph_has_yet_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DEV-05: under capture a result is not there before the first replay, so it cannot serve later calls."""
+    weight = permuted(random_quant_weight(128, 64, 64, seed=0, bias=True))
+    monkeypatch.setattr(pack, "_capturing", lambda device: device.type == "meta")
+    for name in made(PackedWeight(weight, device="meta")):
+        with pytest.raises(tl.InputError, match="warm up first"):
+            made(PackedWeight(weight, device="meta"))[name]()
+    monkeypatch.setattr(pack, "_capturing", lambda device: False)
+    warm = PackedWeight(weight, device="meta").prepare()
+    warm.canonical()
+    monkeypatch.setattr(pack, "_capturing", lambda device: True)
+    for name in ("bias", "perm", "marlin"):
+        made(warm)[name]()
+    warm.dense(torch.float16, keep=False)  # of this call alone, and so a part of the graph
+    with pytest.raises(tl.InputError, match="warm up first"):
+        warm.dense(torch.float16, keep=True)
+
+
+def test_what_is_kept_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DEV-04: another thread that finds a layout uses it on a stream of its own, which waits for nobody."""
+    weight = permuted(random_quant_weight(128, 64, 64, seed=0, bias=True))
+    w, waits = PackedWeight(weight, device="meta"), list[Any]()
+    monkeypatch.setattr(pack, "_settle", lambda device: waits.append(kept()))
+
+    def kept() -> tuple[Any, ...]:
+        return w._marlin, w._canonical, len(w._bias), len(w._dense), w.__dict__.get("perm")
+
+    for name, make in made(w).items():
+        before = kept()
+        make()
+        assert waits, name
+        assert all(a is b or a == b for a, b in zip(waits[-1], before, strict=True)), name  # not kept yet
+        waits.clear()
+
+
+def test_native_kernels_read_contiguous_tensors() -> None:
+    """They take addresses, so a weight that was cut from a larger one is copied; on a CPU it is read as it is."""
+    w = random_quant_weight(64, 48, 32, seed=0, bias=True)
+    cut = QuantWeight(w.packed[:, ::2], w.scale[:, :24], w.zero[:, :24], 64, 32, bias=w.bias[:24])
+    assert PackedWeight(cut).canonical() is cut
+    there = QuantWeight(*(t.to("meta").t().contiguous().t() for t in (w.packed, w.scale, w.zero)), 64, 32)
+    found = PackedWeight(there, device="meta").canonical()
+    assert isinstance(found, QuantWeight)
+    assert all(t.is_contiguous() for t in (found.packed, found.scale, found.zero))
+    narrow = PackedWeight(DenseWeight(torch.zeros(8, 4), torch.zeros(16)[::2])).bias(torch.float32)
+    assert narrow is not None
+    assert narrow.is_contiguous()
+
+
+def test_a_pair_that_needs_a_gradient_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "chip", lambda device: NEW)
+    gate, up = (PackedWeight(random_quant_weight(128, 64, 64, seed=s), device="meta") for s in (0, 1))
+    x = torch.empty(3, 128, dtype=torch.float16, device="meta", requires_grad=True)
+    assert not ops._one_launch(x, gate, up)
+    with torch.no_grad():
+        assert ops._one_launch(x, gate, up)
+    assert ops._one_launch(x.detach(), gate, up)
+
+
+def test_a_kept_call_is_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that skips the checks must not be found for rows that lie elsewhere: a kernel would read their address."""
+    w = random_quant_weight(128, 64, 64, seed=0)
+    x = torch.zeros(2, 128)
+    rest = (w.packed, w.scale, w.zero, None, 128, 64, 4)
+    torch_op._product(x, *rest)
+    held = torch_op.held_for(*rest)
+    held.few[2, torch.float32, x.device] = lambda x: pytest.fail("not checked") if x.is_meta else x
+    assert torch_op._product(x, *rest) is x
+    with pytest.raises(tl.InputError, match="x is on meta, the weight on cpu"):
+        torch_op._product(x.to("meta"), *rest)
+
+
+def test_rows_that_overlap_are_copied() -> None:
+    """cuTensorMapEncodeTiled wants rows apart from each other."""
+    x = torch.arange(64.0).half()
+    for rows in (x[None].expand(5, 64), x.as_strided((3, 48), (8, 1))):
+        assert run.aligned(rows) is not rows
+        assert torch.equal(run.aligned(rows), rows)
+    for rows in (x[None], x.view(4, 16), torch.zeros(5, 24).half()[:, :20]):
+        assert run.aligned(rows) is rows
+
+
+def tensor(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float16, contiguous: bool = True) -> Any:
+    return SimpleNamespace(
+        device=torch.device(device), dtype=dtype, shape=torch.Size(shape), dim=lambda: len(shape),
+        stride=lambda i: shape[1] if i == 0 else 1, data_ptr=lambda: 256, is_contiguous=lambda: contiguous,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bias", "status"),
+    [
+        (tensor(64), "OK"), (None, "OK"), (tensor(64, dtype=torch.float32), "DTYPE"), (tensor(63), "SHAPE"),
+        (tensor(1, 64), "SHAPE"), (tensor(64, contiguous=False), "SHAPE"), (tensor(64, device="cpu"), "NOT_CUDA"),
+        (tensor(64, device="cuda:1"), "NOT_CUDA"),
+    ],
+)  # fmt: skip
+def test_mm_asymmetric_looks_at_the_bias(monkeypatch: pytest.MonkeyPatch, bias: Any, status: str) -> None:
+    """The kernel takes its address: another dtype would be read as what it is not, another size beyond its end."""
+    monkeypatch.setattr(run, "chip", lambda index: NEW)
+    w: Any = SimpleNamespace(B=tensor(8, 128), K=128, N=64)
+    assert run._admissible(tensor(4, 128), w, tensor(4, 64), bias).name == status
+
+
+@pytest.mark.parametrize("bound", [0, 7])
+def test_a_new_thread_gets_the_context(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
+    """The driver launches nothing in a thread without a context; one that is there stays."""
+    asked = list[tuple[str, int]]()
+    api = SimpleNamespace(
+        CUdevice=int, cuCtxGetCurrent=lambda: (0, bound),
+        cuDevicePrimaryCtxRetain=lambda device: (asked.append(("retain", device)), (0, 40 + device))[1],
+        cuCtxSetCurrent=lambda context: (asked.append(("set", context)), (0,))[1],
+    )  # fmt: skip
+    monkeypatch.setattr(launch, "driver", lambda: api)
+    launch.bind_thread(1)
+    assert asked == ([] if bound else [("retain", 1), ("set", 41)])
