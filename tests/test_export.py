@@ -247,3 +247,13 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         tl.export(integer_checkpoint(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_into_the_folder_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = integer_checkpoint()
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for _ in range(2):  # an empty one, and then its own export
+        monkeypatch.chdir(folder)
+        assert tl.export(checkpoint, ".", overwrite=True) == Path()
+        assert_same_model(import_model(folder), checkpoint)

@@ -681,3 +681,66 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     assert outline.packed.is_meta
     assert [w.nbytes for w in checkpoint.outlines.values()] == [w.nbytes for w in checkpoint.weights.values()]
     assert checkpoint.weights["layers.0.mlp_down"] is not checkpoint.weights["layers.0.mlp_down"]
+
+
+# --- settings and shapes that nobody writes, and a damaged file may have ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        ("gptqmodel-v2", {"dynamic": "x"}, r"dynamic='x' must be an object"),
+        ("gptqmodel-v2", {"dynamic": {"+:.*": 5}}, r"\+:\.\*=5 must be an object"),
+        ("gptqmodel-v2", {"dynamic": {"[": {}}}, r"'\[' is no regular expression"),
+        ("gptqmodel-v2", {"meta": [1]}, r"meta=\[1\] must be an object"),
+        ("awq", {"modules_to_not_convert": 3.5}, r"modules_to_not_convert=3\.5 must be a list"),
+        ("ct-asym", {"ignore": 1}, r"ignore=1 must be a list"),
+        ("ct-asym", {"ignore": ["re:["]}, r"'\[' is no regular expression"),
+        ("ct-asym", {"sparsity_config": "4"}, r"sparsity_config='4' must be an object"),
+        ("ct-asym", {"config_groups": "4"}, r"config_groups='4' must be an object"),
+        ("ct-asym", {"config_groups": {"group_0": 1}}, r"group_0=1 must be an object"),
+        ("ct-asym", {"config_groups": {"g": {"targets": "Linear"}}}, r"targets='Linear' must be a list"),
+        ("ct-asym", {"config_groups": {"g": {"targets": ["Linear"], "weights": 4}}}, r"weights=4 must be an object"),
+    ],
+)
+def test_settings_of_wrong_types(tmp_path: Path, kind: str, settings: dict[str, Any], text: str) -> None:
+    refused(fixture(kind, tmp_path, **settings), FormatError, text)
+
+
+def test_settings_that_tolerate_other_types(tmp_path: Path) -> None:
+    assert same(import_model(fixture("ct-asym", tmp_path / "ct", ignore=[1])), import_model(FIXTURES / "ct-asym"))
+    folder = fixture("gptqmodel-v2", tmp_path / "gptq", meta={"quantizer": 5}, dynamic=None)
+    assert same(import_model(folder), import_model(FIXTURES / "gptqmodel-v2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("gptq-sym", f"{Q}.qweight", lambda t: t[:0]),
+        ("awq", f"{Q}.qweight", lambda t: t[:0]),
+        ("mlx", f"{Q}.weight", lambda t: t[:, :0]),
+        ("ct-asym", f"{Q}.weight_shape", lambda t: t * 0),
+    ],
+)
+def test_linears_without_inputs(tmp_path: Path, kind: str, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    folder = fixture(kind, tmp_path, lambda t: t.update({name: change(t[name])}))
+    refused(folder, FormatError, "q_proj has codes for K=0 inputs")
+
+
+def test_mlx_words_in_one_row(tmp_path: Path) -> None:
+    folder = fixture("mlx", tmp_path, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].flatten()}))
+    refused(folder, FormatError, r"q_proj\.weight has shape \[\d+\]; it must have two sizes")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_hidden_layers": 10**30}, r"more than 10000 layers are taken for a damaged file"),
+        ({"auto_map": 3.5}, r"auto_map=3\.5; it must be an object"),
+        ({"partial_rotary_factor": "4"}, r"partial_rotary_factor='4' must be in \(0, 1\]"),
+    ],
+)
+def test_configuration_of_wrong_types(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    folder = fixture("gptq-sym", tmp_path)
+    reconfigure(folder, **changes)
+    refused(folder, FormatError, text)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.autograd import forward_ad
 
 from helpers import random_quant_weight, tiny_checkpoint
 from tinyloop import QuantEmbedding, QuantLinear, QuantSpec, ops, torch_op
@@ -454,3 +455,46 @@ def test_dev09_host_time_per_call() -> None:
     over = min(a for a, _ in pairs) - min(b for _, b in pairs)
     # the ratio frees the limit from the machine: 6 µs where an empty op takes 4.7 µs
     assert over <= 6 / 4.7 * min(b for _, b in pairs)
+
+
+def test_forward_mode_derivatives_are_refused_not_zero() -> None:
+    m, x = layer(), rand(3, 96)
+    with pytest.raises(InputError, match="forward-mode derivative, which would be lost"):
+        torch.func.jvp(m, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode derivative"):
+        m(forward_ad.make_dual(x, x))
+    with forward_ad.dual_level():
+        assert torch.equal(m(x), m(x.clone()))
+
+
+def test_an_element_of_the_view_is_not_written() -> None:
+    m = layer()
+    with pytest.raises(InputError, match="read-only"):
+        m.weight[0, 0] = 1.0
+
+
+@pytest.mark.parametrize("extra", [torch.tensor([1, 2]), None, {}, torch.zeros(5)])
+def test_extra_state_that_is_none(extra: Any) -> None:
+    state = dict(layer().state_dict()) | {"_extra_state": extra}
+    with pytest.raises(FormatError, match=r"extra state .* is not int64 \[5\] of K, N"):
+        QuantLinear.from_state(state)
+
+
+def test_codes_of_another_dtype_are_not_cast() -> None:
+    m = layer()
+    before = m.q.clone()
+    with pytest.raises(FormatError, match=r"q is torch\.float32; codes are uint8"):
+        m.load_state_dict(dict(m.state_dict()) | {"q": m.q.float() * 17})
+    assert torch.equal(m.q, before)
+
+
+@pytest.mark.parametrize("first", [1, 99])
+def test_an_order_that_is_no_permutation_is_refused(first: int) -> None:
+    m = QuantLinear(shuffled(layer().quant_weight))
+    perm = torch.arange(96, dtype=torch.int32)
+    perm[0] = first
+    state = dict(m.state_dict()) | {"perm": perm}
+    with pytest.raises(FormatError, match="perm is no permutation"):
+        QuantLinear.from_state(state)
+    with pytest.raises(FormatError, match="perm is no permutation"):
+        m.load_state_dict(state)

@@ -14,11 +14,13 @@ Both are subclasses of what they replace, so that code that looks for linear lay
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from . import torch_op
@@ -69,6 +71,9 @@ class DenseView(torch.Tensor):
                 raise InputError(_READ_ONLY)
         args, kwargs = tree_map_only(cls, lambda view: view.layer.dense(), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise InputError(_READ_ONLY)  # an index gives a copy, in which the value would be lost
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DenseView({list(self.shape)}, {self.dtype}, {self.device}, of {self.layer})"
@@ -123,7 +128,7 @@ class Canonical(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Only compared, since it says what the tensors mean. Raises FormatError where the layer is of another kind."""
-        own, theirs = self.get_extra_state().tolist(), state.tolist()
+        own, theirs = self.get_extra_state().tolist(), _numbers(state)
         if own != theirs:
             raise FormatError(
                 f"the state is of {_named(theirs)}, the layer of {_named(own)}; make the layer from the state "
@@ -133,6 +138,10 @@ class Canonical(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         if (found := state_dict.get(prefix + _EXTRA)) is not None:
             self.set_extra_state(found)  # before anything is written
+        if (given := state_dict.get(prefix + "q")) is not None and given.dtype != torch.uint8:
+            raise FormatError(f"{prefix}q is {given.dtype}; codes are uint8, and a cast would change them")
+        if (given := state_dict.get(prefix + "perm")) is not None and self._buffers["perm"] is not None:
+            dataclasses.replace(self.quant_weight, perm=given).check_perm()
         for name in ("scale", "zero", "bias"):  # as stored, where copying into what is there would round
             given, held = state_dict.get(prefix + name), self._buffers[name]
             if given is not None and held is not None and given.dtype != held.dtype:
@@ -188,6 +197,8 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
         b = self._buffers
         if (perm := b["perm"]) is not None:
             x = x.index_select(-1, perm)
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            raise InputError("x has a forward-mode derivative, which would be lost; take the reverse mode (backward)")
         op = torch_op.product if x.requires_grad else torch_op.product_without_gradient
         y: Tensor = op(x, b["q"], b["scale"], b["zero"], b["bias"], self.K, self.group_size, self.bits)
         return y
@@ -226,17 +237,24 @@ def weight_of_state(state: Mapping[str, Tensor], prefix: str) -> QuantWeight:
     missing = [name for name in ("q", "scale", "zero", _EXTRA) if prefix + name not in state]
     if missing:
         raise FormatError(f"{prefix}{missing[0]} is missing; the state is none of a quantised layer, or incomplete")
-    K, N, group_size, bits, integer_zero = state[prefix + _EXTRA].tolist()
+    K, N, group_size, bits, integer_zero = _numbers(state[prefix + _EXTRA])
     try:
         w = QuantWeight(
             state[prefix + "q"], state[prefix + "scale"], state[prefix + "zero"], K, group_size, bits,
             bool(integer_zero), state.get(prefix + "bias"), perm=state.get(prefix + "perm"),
         )  # fmt: skip
+        w.check_perm()
     except FormatError as error:
         raise FormatError(f"{prefix}: {error}") from error
     if w.N != N:
         raise FormatError(f"{prefix}: the codes have N={w.N}, the extra state says {N}; the file is damaged")
     return w
+
+
+def _numbers(extra: Any) -> list[int]:
+    if not isinstance(extra, Tensor) or extra.dtype != torch.int64 or list(extra.shape) != [len(_META)]:
+        raise FormatError(f"the extra state {extra!r} is not int64 [{len(_META)}] of {', '.join(_META)}")
+    return [int(value) for value in extra]
 
 
 def _named(meta: list[int]) -> str:

@@ -128,8 +128,8 @@ def _powers(theta: float, dim: int) -> Tensor:  # fp32 [dim/2]: theta^(2i/dim)
 def _rotated(recipe: Recipe, head_dim: int) -> int:
     """Elements of a head that rotate."""
     part = recipe.get("partial_rotary_factor", 1.0)
-    if not 0 < part <= 1:
-        raise FormatError(f"partial_rotary_factor={part} must be in (0, 1]")
+    if not isinstance(part, int | float) or not 0 < part <= 1:
+        raise FormatError(f"partial_rotary_factor={part!r} must be in (0, 1]")
     dim = int(head_dim * part)
     if dim < 2 or dim % 2:
         raise FormatError(f"head_dim={head_dim} with partial_rotary_factor={part} rotates {dim} elements; pairs rotate")

@@ -201,7 +201,7 @@ class QuantWeight:
 
     def check_perm(self) -> None:
         """Raises FormatError where `perm` does not name every input once: values would be lost or read from beyond."""
-        if self.perm is None:
+        if self.perm is None or self.perm.is_meta:
             return
         every = torch.arange(self.K, dtype=torch.int32, device=self.perm.device)
         if not torch.equal(self.perm.sort().values, every):

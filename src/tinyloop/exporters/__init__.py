@@ -67,13 +67,13 @@ def export(
     """
     if format not in FORMATS:
         raise InputError(f"format={format!r} is none of {', '.join(FORMATS)}")
-    target = Path(folder)
+    target = Path(os.path.abspath(folder))  # "." has no name to put another beside
     _check_target(target, overwrite)
     if not target.parent.is_dir():
         raise InputError(f"{target.parent} is not a folder; make it first")
     checkpoint = source if isinstance(source, Checkpoint) else _open(Path(source))
     _Export(checkpoint, FORMATS[format], progress).write(target)
-    return target
+    return Path(folder)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, UnsupportedError
-from .parts import Parameters, Part, Remarks, group_of, integer_parameters, lanes
+from .parts import Parameters, Part, Remarks, group_of, integer_parameters, lanes, setting
 from .shards import FLOATS, Shards
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ def open_awq(values: Mapping[str, Any], shards: Shards, remarks: Remarks) -> Cal
     if bits != 4:
         raise UnsupportedError(f"bits={bits!r} is not read; codes have 4 bits")
     group_size = values.get("group_size", values.get("q_group_size", 128))
-    kept = [str(name) for name in values.get("modules_to_not_convert") or ()]
+    kept = [str(name) for name in setting(values, "modules_to_not_convert", list)]
     symmetric = values.get("zero_point") is False
 
     def part(module: str) -> Part | None:

@@ -11,7 +11,6 @@ W = (q − z)·scale: the two +8 cancel, so words are read without sign. A symme
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,17 @@ import torch
 
 from ..errors import FormatError, UnsupportedError
 from .gptq import group_order
-from .parts import Parameters, Part, Remarks, codes_along_rows, group_of, integer_parameters, lanes
+from .parts import (
+    Parameters,
+    Part,
+    Remarks,
+    codes_along_rows,
+    fits_start,
+    group_of,
+    integer_parameters,
+    lanes,
+    setting,
+)  # fmt: skip
 from .shards import FLOATS, Shards
 
 Tensor = torch.Tensor
@@ -31,36 +40,37 @@ def open_compressed(values: Mapping[str, Any], shards: Shards, remarks: Remarks)
     if values.get("format", FORMAT) != FORMAT:
         raise UnsupportedError(f"compressed-tensors format {values['format']!r} is not read; read is {FORMAT}")
     for key in ("transform_config", "sparsity_config", "kv_cache_scheme"):
-        harmless = key == "sparsity_config" and (values.get(key) or {}).get("format") == "dense"
+        harmless = key == "sparsity_config" and setting(values, key, dict).get("format") == "dense"
         if values.get(key) and not harmless:
             raise UnsupportedError(f"compressed-tensors {key} is set, which is not read; only plain weights are")
-    schemes = values.get("config_groups") or {}
+    groups = setting(values, "config_groups", dict)
+    schemes, ignored = [setting(groups, name, dict) for name in groups], setting(values, "ignore", list)
     if not schemes:
         raise FormatError("quantization_config has no config_groups; the file is incomplete")
 
     def part(module: str) -> Part | None:
         if f"{module}.weight_packed" not in shards:
             return None
-        if _fits(module, values.get("ignore") or ()):
+        if _fits(module, ignored):
             remarks.add("The list ignore names it, the file has codes: read as codes", module)
         return _part(module, _weights(module, schemes), shards)
 
     return part
 
 
-def _fits(module: str, targets: Sequence[str]) -> bool:
+def _fits(module: str, targets: Sequence[Any]) -> bool:
     """Targets are names, or patterns after "re:" that fit the start of the name."""
-    return any(re.match(t[3:], module) if t.startswith("re:") else t == module for t in targets)
+    return any(fits_start(t[3:], module) if t.startswith("re:") else t == module for t in map(str, targets))
 
 
-def _weights(module: str, schemes: Mapping[str, Any]) -> Mapping[str, Any]:
+def _weights(module: str, schemes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The settings of a module's weight: of the scheme that names it, or else of the one for all linears."""
-    named = [s for s in schemes.values() if _fits(module, s.get("targets") or ())]
-    found = named or [s for s in schemes.values() if "Linear" in (s.get("targets") or ())]
+    named = [s for s in schemes if _fits(module, setting(s, "targets", list))]
+    found = named or [s for s in schemes if "Linear" in setting(s, "targets", list)]
     if not found:
         raise FormatError(f"{module} has codes, but no config_groups target fits it; its group size is not known")
     scheme = found[0]
-    weights = scheme.get("weights") or {}
+    weights = setting(scheme, "weights", dict)
     if scheme.get("format", FORMAT) not in (FORMAT, None):
         raise UnsupportedError(
             f"{module}: compressed-tensors format {scheme['format']!r} is not read; read is {FORMAT}"

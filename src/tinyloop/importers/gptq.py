@@ -11,7 +11,6 @@ v2 apart where they are all alike, and show whether `sym` is true.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,17 @@ from typing import Any
 import torch
 
 from ..errors import FormatError, UnsupportedError
-from .parts import Parameters, Part, Remarks, codes_along_columns, group_of, integer_parameters, lanes
+from .parts import (
+    Parameters,
+    Part,
+    Remarks,
+    codes_along_columns,
+    fits_start,
+    group_of,
+    integer_parameters,
+    lanes,
+    setting,
+)  # fmt: skip
 from .shards import FLOATS, Shards
 
 Tensor = torch.Tensor
@@ -64,14 +73,14 @@ def _settings(values: Mapping[str, Any], shards: Shards) -> _Settings:
             raise UnsupportedError(f"quantisation key {key}={values[key]!r} is not read; only plain GPTQ weights are")
     return _Settings(
         values.get("group_size", values.get("q_group_size", -1)), bool(values.get("sym", True)), kind == "gptq_v2",
-        bool(values.get("desc_act", False)), _writer(values, shards), values.get("dynamic") or {},
+        bool(values.get("desc_act", False)), _writer(values, shards), setting(values, "dynamic", dict),
     )  # fmt: skip
 
 
 def _writer(values: Mapping[str, Any], shards: Shards) -> str:
     """Of meta.quantizer, a text or a list of texts such as "gptqmodel:7.7.0"; or of the files' metadata."""
-    named = (values.get("meta") or {}).get("quantizer") or []
-    for name in [named] if isinstance(named, str) else named:
+    named = setting(values, "meta", dict).get("quantizer")
+    for name in named if isinstance(named, list) else [named]:
         if (writer := str(name).partition(":")[0].lower()) in ("gptqmodel", "auto_gptq"):
             return writer
     return "auto_gptq" if "auto_gptq_version" in shards.metadata else ""
@@ -112,13 +121,14 @@ def _part(module: str, settings: _Settings, shards: Shards, remarks: Remarks) ->
 def _override(settings: _Settings, module: str, remarks: Remarks) -> Mapping[str, Any]:
     """GPTQModel's per-module settings: the first pattern that fits the start of the name decides; "-:" is not to be
     quantised."""
-    for pattern, values in settings.dynamic.items():
-        if re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, module):
+    for pattern in settings.dynamic:
+        if fits_start(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, module):
             if pattern.startswith("-:"):
                 remarks.add("dynamic says not quantised, the file has codes: read as codes", module)
                 return {}
+            values = setting(settings.dynamic, pattern, dict)
             _four(values.get("bits", 4), f"{module}: dynamic bits")
-            return values or {}
+            return values
     return {}
 
 

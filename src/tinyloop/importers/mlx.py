@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import FormatError, UnsupportedError
 from .parts import Parameters, Part, Remarks, codes_along_rows, finite, group_of
 from .shards import FLOATS, Shards
 
@@ -37,6 +37,8 @@ def _part(module: str, settings: Mapping[str, Any], shards: Shards) -> Part:
     if settings.get("bits") != 4:
         raise UnsupportedError(f"{module}: bits={settings.get('bits')!r} is not read; codes have 4 bits")
     words = shards.expect(f"{module}.weight", (torch.uint32,), None, "a linear of 4-bit codes")
+    if words.dim() != 2:
+        raise FormatError(f"{shards.where(f'{module}.weight')} has shape {list(words.shape)}; it must have two sizes")
     N, K = words.shape[0], 8 * words.shape[1]
     G = group_of(module, settings.get("group_size", 64), K)
     why = f"K={K}, N={N}, group {G}"

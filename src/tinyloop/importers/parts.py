@@ -10,8 +10,10 @@ of each of many small operations, and was 20 times slower than its work (log, 20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from ..errors import FormatError
 from ..weight import QuantWeight, narrow
 
 Tensor = torch.Tensor
+_Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,34 @@ def finite(module: str, what: str, t: Tensor) -> Tensor:
 
 def group_of(module: str, group_size: object, K: int) -> int:
     """The group that a configuration means: −1 and None are one group per column."""
+    if K < 1:
+        raise FormatError(f"{module} has codes for K={K} inputs; the checkpoint is damaged")
     if group_size in (-1, None):
         return K
     if type(group_size) is not int or group_size < 1:
         raise FormatError(f"{module}: group_size={group_size!r} must be a whole number ≥ 1, or -1 for one group")
     return min(group_size, K)
+
+
+def setting(values: Mapping[str, Any], key: str, kind: type[_Kind]) -> _Kind:
+    """The object or the list under `key`; empty where there is none, or null."""
+    value = values.get(key)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise FormatError(
+            f"quantisation key {key}={value!r} must be {'an object' if kind is dict else 'a list'}; correct it, or "
+            "copy the file again"
+        )
+    return value
+
+
+def fits_start(pattern: str, module: str) -> bool:
+    """Whether a regular expression of a configuration fits the start of a module's name."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise FormatError(f"quantisation pattern {pattern!r} is no regular expression: {error}; correct it") from error
 
 
 def stackable(parts: Sequence[Part], parameters: Sequence[Parameters]) -> bool:
