@@ -55,15 +55,21 @@ def quant_gemm(
     return y.reshape(*x.shape[:-1], packed.weight.N)
 
 
-def quant_swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight) -> Tensor:  # fp32 | bf16 | fp16 [..., K] → [..., N]
+def quant_swiglu(
+    x: Tensor,  # fp32 | bf16 | fp16 [..., K]
+    gate: PackedWeight | LinearWeight,
+    up: PackedWeight | LinearWeight,
+) -> Tensor:  # x's dtype [..., N]
     """`silu(x @ gate)·(x @ up)`, in one launch where both weights take the tensor-core path on a GPU, never with one
     half of the pair on another kernel than the other. Raises InputError as `quant_gemm` does."""
-    if x.device.type == "cuda" and x.dim() and _one_launch(x, gate, up):
+    gate, up = (w if isinstance(w, PackedWeight) else pack(w) for w in (gate, up))
+    if isinstance(x, Tensor) and x.device.type == "cuda" and x.dim() and _one_launch(x, gate, up):
         from .cuda import run
 
         calls["tensor_core"] += 2
         x2 = x.reshape(-1, gate.weight.K)
-        return run.swiglu(x2, gate, up).reshape(*x.shape[:-1], gate.weight.N)
+        y = run.swiglu(x2, gate, up, problem(gate, x2.shape[0], x.dtype))
+        return y.reshape(*x.shape[:-1], gate.weight.N)
     return torch.nn.functional.silu(quant_gemm(x, gate), inplace=True).mul_(quant_gemm(x, up))
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger("tinyloop")
 PAIR_ROWS = 4096  # rows at a time of the correction pair, whose product stands in fp32 between its kernels
 CROSS_ITER_ROWS = 8  # up to which an iteration's rounding is computed on the way, not as a dense weight
 KEPT_ROWS = 64  # up to which a product's arguments are kept
-_said: set[int] = set()
+_said: set[str] = set()  # devices whose first product has been logged
 
 
 def run(x: Tensor, w: PackedWeight, p: Problem, chosen: Plan) -> Tensor:  # [M, K] on cuda → x's dtype [M, N]
@@ -71,10 +71,12 @@ def dense(w: PackedWeight, dtype: torch.dtype) -> Tensor:  # dtype [N, K] on cud
     return weight.weight.to(dtype)
 
 
-def swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight) -> Tensor:  # fp16 | bf16 [M, K] → [M, N]
+def swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight, p: Problem) -> Tensor:  # fp16 | bf16 [M, K] → [M, N]
     """silu(x @ gate)·(x @ up) in one launch; both weights have a device format of one shape and group size."""
     pair = up.marlin(), up.bias(x.dtype)
-    return gemm.product(aligned(x), gate.marlin(), gate.bias(x.dtype), pair=pair)
+    y = gemm.product(aligned(x), gate.marlin(), gate.bias(x.dtype), pair=pair)
+    _say_first(p)
+    return y
 
 
 def pairs(a: MarlinWeight, b: MarlinWeight) -> bool:
@@ -143,7 +145,7 @@ def _admissible(x: Tensor, w: MarlinWeight, y: Tensor, bias: Tensor | None) -> S
 
 
 def _say_first(p: Problem) -> None:
-    """One line per process, so that a log shows that the path is taken at all."""
-    if not _said:
-        _said.add(1)
+    """One line per device, so that a log shows that the path is taken at all."""
+    if p.device not in _said:
+        _said.add(p.device)
         log.info("first INT4 tensor-core product: M=%d N=%d K=%d gs=%d on %s", p.M, p.N, p.K, p.G, p.device)
