@@ -744,3 +744,11 @@ def test_configuration_of_wrong_types(tmp_path: Path, changes: dict[str, Any], t
     folder = fixture("gptq-sym", tmp_path)
     reconfigure(folder, **changes)
     refused(folder, FormatError, text)
+
+
+def test_small_files_of_garbage(tmp_path: Path) -> None:
+    folder = fixture("gptq-sym", tmp_path)
+    (folder / "tokenizer.json").write_bytes(b"\xff\xfe")
+    refused(folder, FormatError, r"tokenizer\.json cannot be read")
+    (folder / "config.json").write_text("[" * 100_000)
+    refused(folder, FormatError, r"config\.json is not JSON: maximum recursion")

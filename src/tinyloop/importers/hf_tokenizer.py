@@ -23,8 +23,8 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[TokenizerDa
     if not file.is_file():
         other = " (tokenizer.model is not read; save it as tokenizer.json)" if any(folder.glob("*.model")) else ""
         return None, [f"The folder has no tokenizer.json{other}: text cannot be encoded, only token ids."]
-    text = file.read_text(encoding="utf-8")
     try:
+        text = file.read_text(encoding="utf-8")
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises bare Exception; noqa: BLE001
         raise FormatError(f"{file} cannot be read: {error}") from error
@@ -56,7 +56,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise FormatError(f"{file} holds {type(values).__name__}; it must hold an object")
