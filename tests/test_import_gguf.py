@@ -492,3 +492,11 @@ def test_smollm2() -> None:
         want = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type)).t()
         assert torch.equal(checkpoint.weights[ours].dequantize(), want)
     assert sum(isinstance(w, QuantWeight) for w in checkpoint.weights.values()) == 151
+
+
+def test_a_damaged_number_of_layers_is_refused(tmp_path: Path) -> None:
+    def fields(writer: Any) -> None:
+        writer.kv_data[0]["llama.block_count"].value = 1 << 31
+
+    with pytest.raises(FormatError, match="more than 10000 layers are taken for a damaged file"):
+        import_model(write(tmp_path / "m.gguf", fields=fields))

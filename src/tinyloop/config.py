@@ -18,6 +18,10 @@ from .errors import FormatError, InputError, whole
 SEGMENT_NAMES = ("pre", "loop", "coda")
 
 
+# Names are made for every layer before tensors are looked for, so a damaged number must not ask for a billion.
+MOST_LAYERS = 10_000
+
+
 @dataclass(frozen=True)
 class Segment:
     """`layers` blocks in a row, the whole row applied `repeats` times. Only the segment named loop may repeat."""
@@ -32,6 +36,11 @@ class Segment:
         if not all(isinstance(n, int) and n >= 1 for n in (self.layers, self.repeats)):
             raise FormatError(
                 f"segment {self.name}: layers={self.layers!r}, repeats={self.repeats!r}; both are whole numbers ≥ 1"
+            )
+        if self.layers > MOST_LAYERS:
+            raise FormatError(
+                f"segment {self.name} has layers={self.layers}; more than {MOST_LAYERS} layers are taken for a damaged "
+                "file"
             )
         if self.repeats > 1 and self.name != "loop":
             raise FormatError(f"segment {self.name} has repeats={self.repeats}; only the loop segment repeats")

@@ -64,7 +64,6 @@ _HARMLESS = {
     "exponential_decay_length_penalty", "tf_legacy_loss", "use_bfloat16", "finetuning_task", "mlp_dropout",
 }  # fmt: skip
 
-_MOST_LAYERS = 10_000
 _LOOP_LIKE = re.compile(r"loop|recur|ut_steps|weight_sharing|layer_repeat|repeat_layer", re.IGNORECASE)
 _STRUCTURAL = re.compile(
     r"norm|att|head|layer|rope|rotary|window|expert|moe|router|scal|multiplier|softcap|bias|mlp|ffn|embed|resid|kv"
@@ -157,8 +156,8 @@ def _nested_keys(values: Values) -> list[str]:
 
 def _segments(values: Values, kind: str) -> tuple[Segment, ...]:
     if kind != "tinyloop":
-        return (Segment("pre", _layers(values, "num_hidden_layers")),)
-    layers = {name: _layers(values, f"{name}_layers", 0) for name in ("pre", "loop", "coda")}
+        return (Segment("pre", _count(values, "num_hidden_layers")),)
+    layers = {name: _count(values, f"{name}_layers", 0) for name in ("pre", "loop", "coda")}
     loops = values.get("loops")
     if layers["loop"] and (type(loops) is not int or loops < 1):
         raise FormatError(
@@ -178,13 +177,6 @@ def _count(values: Values, key: str, missing: int | None = None) -> int:
     if type(value) is not int or value < (0 if missing == 0 else 1):
         raise FormatError(f"config.json has {key}={value!r}; it must be a whole number")
     return value
-
-
-def _layers(values: Values, key: str, missing: int | None = None) -> int:
-    """Names are made for every layer before a file is looked into, so a damaged number must not ask for 10³⁰."""
-    if (n := _count(values, key, missing)) > _MOST_LAYERS:
-        raise FormatError(f"config.json has {key}={n}; more than {_MOST_LAYERS} layers are taken for a damaged file")
-    return n
 
 
 def _head_dim(values: Values, kind: str) -> int:
