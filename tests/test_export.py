@@ -257,3 +257,32 @@ def test_into_the_folder_one_stands_in(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.chdir(folder)
         assert tl.export(checkpoint, ".", overwrite=True) == Path()
         assert_same_model(import_model(folder), checkpoint)
+
+
+def test_a_folder_that_cannot_be_replaced_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    folder, replace = tmp_path / "out", os.replace
+    tl.export(integer_checkpoint(), folder, "bf16")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    def refuse(source: Path, target: Path) -> None:
+        if str(source).endswith(".partial"):
+            raise OSError("the disk says no")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(InputError, match="the disk says no; nothing was left behind"):
+        tl.export(integer_checkpoint(), folder, "fp16", overwrite=True)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    tl.export(integer_checkpoint(), real, "bf16")
+    link.symlink_to(real)
+    tl.export(integer_checkpoint(), link, "fp16", overwrite=True)
+    assert not link.is_symlink()
+    assert {p.name for p in tmp_path.iterdir()} == {"real", "link"}
+    assert json.loads((real / "config.json").read_text())["torch_dtype"] == "bfloat16"

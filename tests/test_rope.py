@@ -94,3 +94,8 @@ def test_old_spelling_and_nulls_mean_the_same() -> None:
 def test_refusals(recipe: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         resolve(recipe, 64, 2048)
+
+
+def test_a_head_beyond_measure() -> None:
+    with pytest.raises(FormatError, match="head_dim=100000000000 is more than 65536; the configuration is damaged"):
+        resolve({"rope_type": "default", "rope_theta": 10000.0}, 10**11, 2048)

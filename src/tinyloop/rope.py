@@ -23,6 +23,8 @@ _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Written beside any recipe by some tools; only the recipes that list it use it.
 _BOOKKEEPING = {"finetuned", "original_max_position_embeddings"}
 
+LARGEST_HEAD = 1 << 16  # elements of an attention head: real ones have 64 to 512
+
 
 def resolve(recipe: Recipe, head_dim: int, max_position_embeddings: int) -> Rope:
     """The frequencies of `recipe`; a missing `rope_type` is default, a missing `rope_theta` 10000.
@@ -130,6 +132,8 @@ def _rotated(recipe: Recipe, head_dim: int) -> int:
     part = recipe.get("partial_rotary_factor", 1.0)
     if not isinstance(part, int | float) or not 0 < part <= 1:
         raise FormatError(f"partial_rotary_factor={part!r} must be in (0, 1]")
+    if head_dim > LARGEST_HEAD:
+        raise FormatError(f"head_dim={head_dim} is more than {LARGEST_HEAD}; the configuration is damaged")
     dim = int(head_dim * part)
     if dim < 2 or dim % 2:
         raise FormatError(f"head_dim={head_dim} with partial_rotary_factor={part} rotates {dim} elements; pairs rotate")

@@ -113,17 +113,22 @@ class _Export:
             self.outline |= {name: t.to("meta") for name, t in self._tensors(module, w)}
 
     def write(self, target: Path) -> None:
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        partial, old = (target.with_name(f".{target.name}.{os.getpid()}.{part}") for part in ("partial", "old"))
         try:
             partial.mkdir()
             self._fill(partial)
             if target.exists():
-                shutil.rmtree(target)
+                os.replace(target, old)  # aside, until the new one is in its place
             os.replace(partial, target)
         except OSError as error:
+            if old.exists() and not target.exists():
+                os.replace(old, target)
             raise InputError(f"{target} could not be written: {error}; nothing was left behind") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+        if old.is_symlink():
+            old.unlink()
+        shutil.rmtree(old, ignore_errors=True)
 
     def _fill(self, folder: Path) -> None:
         dtype = str(self.format.dtype or torch.float16).removeprefix("torch.")
