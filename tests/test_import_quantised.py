@@ -690,6 +690,9 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     ("kind", "settings", "text"),
     [
         ("gptqmodel-v2", {"dynamic": "x"}, r"dynamic='x' must be an object"),
+        ("gptqmodel-v2", {"sym": "false"}, r"sym='false' must be true or false"),
+        ("gptqmodel-v2", {"desc_act": "no"}, r"desc_act='no' must be true or false"),
+        ("gptqmodel-v2", {"is_marlin_format": "False"}, r"is_marlin_format='False' must be true or false"),
         ("gptqmodel-v2", {"dynamic": {"+:.*": 5}}, r"\+:\.\*=5 must be an object"),
         ("gptqmodel-v2", {"dynamic": {"[": {}}}, r"'\[' is no regular expression"),
         ("gptqmodel-v2", {"meta": [1]}, r"meta=\[1\] must be an object"),

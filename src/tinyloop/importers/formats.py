@@ -18,7 +18,7 @@ from .gptq import open_gptq
 from .hf_tokenizer import read_json
 from .marlin_folder import open_marlin
 from .mlx import open_mlx
-from .parts import Part, Remarks
+from .parts import Part, Remarks, flag
 from .shards import Shards
 
 KEYS = ("quantization", "quantization_config", "compression_config")  # of config.json; MLX writes the first two
@@ -91,7 +91,7 @@ def _recognised(values: Values, place: str) -> Format:
         mlx = place.endswith(": quantization") or "mode" in values
         method = "mlx" if mlx else "awq" if "zero_point" in values else "gptq" if bits is not None else None
     if method == "gptq" and (
-        values.get("is_marlin_format") or "marlin" in (values.get("checkpoint_format"), values.get("format"))
+        flag(values, "is_marlin_format", False) or "marlin" in (values.get("checkpoint_format"), values.get("format"))
     ):
         method = "marlin"
     for row in FORMATS:

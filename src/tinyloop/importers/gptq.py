@@ -24,6 +24,7 @@ from .parts import (
     Remarks,
     codes_along_columns,
     fits_start,
+    flag,
     group_of,
     integer_parameters,
     lanes,
@@ -72,8 +73,8 @@ def _settings(values: Mapping[str, Any], shards: Shards) -> _Settings:
         if values.get(key):
             raise UnsupportedError(f"quantisation key {key}={values[key]!r} is not read; only plain GPTQ weights are")
     return _Settings(
-        values.get("group_size", values.get("q_group_size", -1)), bool(values.get("sym", True)), kind == "gptq_v2",
-        bool(values.get("desc_act", False)), _writer(values, shards), setting(values, "dynamic", dict),
+        values.get("group_size", values.get("q_group_size", -1)), flag(values, "sym", True), kind == "gptq_v2",
+        flag(values, "desc_act", False), _writer(values, shards), setting(values, "dynamic", dict),
     )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def _part(module: str, settings: _Settings, shards: Shards, remarks: Remarks) ->
         shards.expect(f"{module}.g_idx", (torch.int32, torch.int64), [K], why)
     elif settings.desc_act and groups > 1:
         raise FormatError(f"{module} has no g_idx, but desc_act is true: which group an input is of is lost")
-    symmetric = bool(own.get("sym", settings.symmetric))
+    symmetric = flag(own, "sym", settings.symmetric)
 
     def parameters() -> Parameters:
         z = _zeros(shards.get(f"{module}.qzeros"), symmetric, settings, module, remarks)

@@ -99,6 +99,14 @@ def setting(values: Mapping[str, Any], key: str, kind: type[_Kind]) -> _Kind:
     return value
 
 
+def flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A setting that is true or false. As text, "false" would count as true."""
+    value = default if values.get(key) is None else values[key]
+    if value not in (True, False):
+        raise FormatError(f"key {key}={value!r} must be true or false; correct it, or copy the file again")
+    return bool(value)
+
+
 def fits_start(pattern: str, module: str) -> bool:
     """Whether a regular expression of a configuration fits the start of a module's name."""
     try:
