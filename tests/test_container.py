@@ -586,3 +586,19 @@ def test_peak_memory_of_a_verified_read(large: tuple[Path, Checkpoint]) -> None:
     # Far below that bound: only the parameters that the search for NaN has looked at are resident.
     parameters = sum(2 * w.scale.nbytes for w in checkpoint.weights.values() if isinstance(w, QuantWeight))
     assert peak < parameters + 16e6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["norm", "bias"])
+def test_norms_and_biases_are_finite(tmp_path: Path, where: str, bad: float) -> None:
+    """Refused when written, by name, and nothing is left."""
+    checkpoint = tiny_checkpoint(bias=True)
+    t = checkpoint.norms["final_norm"] if where == "norm" else checkpoint.weights["layers.0.attn_qkv"].bias
+    name = "final_norm" if where == "norm" else "layers.0.attn_qkv: bias"
+    good = float(t[0])
+    t[0] = bad
+    with pytest.raises(FormatError, match=f"{name} is NaN or infinite"):
+        container.write(checkpoint, tmp_path / "a.tinyloop")
+    assert not list(tmp_path.iterdir())
+    t[0] = good
+    container.write(checkpoint, tmp_path / "a.tinyloop")

@@ -128,6 +128,7 @@ def read(path: str | os.PathLike[str], verify: bool = True, progress: Progress |
         if verify:
             for name, w in weights.items():
                 _check_values(name, w)
+            _check_norms(norms)
         _check_perms(weights)
         return Checkpoint(about.config, weights, norms, tokenizer, about.source)
     except (FormatError, SafetensorError, UnicodeDecodeError) as error:
@@ -181,7 +182,9 @@ def _weight(name: str, spec: dict[str, Any], get: Callable[[str], torch.Tensor],
 
 
 def _check_values(name: str, w: LinearWeight) -> None:
-    """Finite parameters (by extremes, since `isfinite` needs memory of the tensor's own size), channels in range."""
+    """Finite parameters and biases, channels in range."""
+    if w.bias is not None:
+        _check_finite(f"{name}: bias", w.bias)
     if isinstance(w, DenseWeight):
         return
     try:
@@ -189,9 +192,19 @@ def _check_values(name: str, w: LinearWeight) -> None:
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
     for parameter in (w.scale, w.zero):
-        low, high = parameter.aminmax()
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise FormatError(f"{name}: scale or zero is NaN or infinite; the source is damaged, convert it again")
+        _check_finite(f"{name}: scale or zero", parameter)
+
+
+def _check_norms(norms: Mapping[str, torch.Tensor]) -> None:
+    for name, t in norms.items():
+        _check_finite(name, t)
+
+
+def _check_finite(what: str, t: torch.Tensor) -> None:
+    """By extremes, since `isfinite` needs memory of the tensor's own size."""
+    low, high = t.aminmax()
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise FormatError(f"{what} is NaN or infinite; the source is damaged, convert it again")
 
 
 def _check_perms(weights: Mapping[str, LinearWeight]) -> None:
@@ -253,6 +266,7 @@ def _stream(checkpoint: Checkpoint, others: Mapping[str, torch.Tensor]) -> Itera
         _check_values(name, w)
         yield from _tensors(name, w)
         del w
+    _check_norms(checkpoint.norms)
     yield from others.items()
 
 
