@@ -22,7 +22,7 @@ from tinyloop.weight import QuantWeight
 
 pytestmark = [pytest.mark.gpu, chain.needs(chain.gpu())]
 Tensor = torch.Tensor
-Product = Callable[[Tensor, MarlinWeight, "Tensor | None"], Tensor]
+Product = Callable[[Tensor, MarlinWeight], Tensor]
 
 # K, N, G: aligned, ragged, groups of 32 and 96, one group, short last group, odd N
 SHAPES = [(2048, 2048, 128), (1000, 1000, 96), (4304, 64, 32), (520, 72, -1), (2880, 328, 160), (256, 257, 64)]
@@ -36,29 +36,29 @@ def check(w: QuantWeight, x: Tensor, y: Tensor) -> None:
     assert error(y, want) <= 1.2 * plain_error(x, w.dequantize(torch.float32), want)
 
 
+def check_around(rows: int, dtype: torch.dtype, product: Product) -> None:
+    """A tile of so many rows: one row, all, and one more, on every shape."""
+    for K, N, G in SHAPES:
+        w = weight(K, N, G)
+        m = MarlinWeight.of(w)
+        for M in (1, rows, rows + 1):
+            x = activations(M, K, 1.0, dtype)
+            check(w, x, product(x, m))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", variants(), ids=str)
 def test_every_tile(config: Config, dtype: torch.dtype) -> None:
     if config.shared_memory(True, True) > launch.chip(0).shared_memory:
         pytest.skip("this GPU has less shared memory")
-    for K, N, G in SHAPES:
-        w = weight(K, N, G)
-        m = MarlinWeight.of(w)
-        for M in (1, config.rows, config.rows + 1):
-            x = activations(M, K, 1.0, dtype)
-            check(w, x, gemm.product(x, m, config=config))
+    check_around(config.rows, dtype, lambda x, m: gemm.product(x, m, config=config))
 
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", hopper_variants(), ids=str)
 def test_every_hopper_tile(config: HopperConfig, dtype: torch.dtype) -> None:
-    for K, N, G in SHAPES:
-        w = weight(K, N, G)
-        m = MarlinWeight.of(w)
-        for M in (1, config.BM, config.BM + 1):
-            x = activations(M, K, 1.0, dtype)
-            check(w, x, hopper.product(x, m, config=config))
+    check_around(config.BM, dtype, lambda x, m: hopper.product(x, m, config=config))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["centred", "mean 1"])
@@ -147,7 +147,7 @@ def test_rows_of_any_stride() -> None:
     for x in (base[:, :520], torch.cat((base[:, :1], base[:, :520]), 1)[:, 1:], base[:, :520].t().contiguous().t()):
         assert torch.equal(tl.quant_gemm(x, p), want)
     one = base[:1, :520].expand(12, 520)
-    assert torch.equal(tl.quant_gemm(one, p)[3], want[0]) or error(tl.quant_gemm(one, p)[3], want[0].double()) < 1e-3
+    assert torch.equal(tl.quant_gemm(one, p), want[:1].expand(12, -1))
     assert tl.quant_gemm(base[:0, :520], p).shape == (0, 72)
     assert tl.quant_gemm(base[:, :520].reshape(2, 2, 3, 520), p).shape == (2, 2, 3, 72)
     assert torch.equal(tl.quant_gemm(base[0, :520], p), tl.quant_gemm(base[:1, :520], p)[0])

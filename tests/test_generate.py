@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from tinyloop.interrupt import uninterrupted
 from tinyloop.ops import quant_gemm
 from tinyloop.sampling import Sampling, pick
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32))
 
 
@@ -31,15 +31,6 @@ def fused() -> tl.Model:
 def plain() -> tl.Model:
     """The same model without the fused step: another linear operation refuses it."""
     return tl.Model(tiny_checkpoint(), dtype=torch.float32, linear=lambda x, w: quant_gemm(x, w))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small wait for their threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 MODELS = {"fused": fused(), "plain": plain()}

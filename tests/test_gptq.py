@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,9 @@ from tinyloop.quantize import gptq as subject
 from tinyloop.quantize.gptq import QuantSpec, gptq, gptq_quantize, loss, nearest
 from tinyloop.weight import QuantWeight
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Tensor = torch.Tensor
 SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def problem(K: int, N: int, seed: int, rows: int = 200) -> tuple[Tensor, Tensor]:

@@ -28,18 +28,11 @@ from tinyloop.quantize.calibration import BUNDLED, bundled, sample
 from tinyloop.score import Protocol, score
 from tinyloop.weight import DenseWeight, QuantWeight
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Tensor = torch.Tensor
 DEEP = (Segment("pre", 1), Segment("loop", 2, 3), Segment("coda", 1))
 SHORT = Calibration(texts=3, length=48)
 WITH_EMBED = Settings(QuantSpec(32), rules=(("embed", QuantSpec(32)),))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

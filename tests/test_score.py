@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +16,8 @@ from tinyloop import score as scoring
 from tinyloop.errors import InputError, NumericalError
 from tinyloop.score import Protocol, ScoreInterrupted, score
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "A truth universally acknowledged — a single man in want."
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small wait for their threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

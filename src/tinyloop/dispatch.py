@@ -13,15 +13,14 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from .cuda.config import Chip
-from .dispatch_cuda import CUDA_KERNELS
+from .dispatch_cuda import CUDA_KERNELS, Kernel, On
 from .errors import InputError
 
 log = logging.getLogger("tinyloop")
@@ -74,13 +73,6 @@ class Plan:
     why: str
     refused: tuple[tuple[str, str], ...]
     config: str = ""  # tile and pipeline, where the kernel has a choice of them
-
-
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-    about: str
-    refuses: Callable[[Problem, Machine], str | None]
 
 
 @functools.cache
@@ -194,7 +186,7 @@ def _dense(p: Problem, m: Machine) -> str | None:
 
 
 # cross_iter is first, since every other kernel reads the codes alone.
-CPU_KERNELS = (
+CPU_KERNELS: tuple[Kernel[Machine], ...] = (
     Kernel("cross_iter", "dense product on the loop iteration's own rounding", _cross_iter),
     Kernel("panel", "exact fp32 product on 4- or 8-bit panels, compiled by LLVM", _panel),
     Kernel("int4pack", "torch's int4 product, bf16 activations", _int4pack),
@@ -217,7 +209,7 @@ def _plan_on_gpu(problem: Problem, on: Chip) -> Plan:
     return dataclasses.replace(chosen, config=_config(chosen.kernel, problem, on))
 
 
-def _first(table: Iterable[Any], problem: Problem, on: Any) -> Plan:
+def _first(table: Iterable[Kernel[On]], problem: Problem, on: On) -> Plan:
     refused: list[tuple[str, str]] = []
     for kernel in table:
         if (reason := kernel.refuses(problem, on)) is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -28,11 +28,16 @@ HOPPER = (9, 0)
 INT4_KERNELS = ("tensor_core", "hopper", "unpack_dense")
 
 
+On = TypeVar("On")  # what a table's kernels run on: a Chip, or dispatch's Machine
+
+
 @dataclass(frozen=True)
-class CudaKernel:
+class Kernel(Generic[On]):
+    """A row of a table: `refuses` is the reason for refusing a problem, or None."""
+
     name: str
     about: str
-    refuses: Callable[[Problem, Chip], str | None]
+    refuses: Callable[[Problem, On], str | None]
 
 
 def dense_rows(on: Chip, weights: int = 0) -> int:
@@ -110,15 +115,15 @@ def _native(p: Problem, on: Chip) -> str | None:
     return on.refusal or (None if p.bits in (4, 8) else f"the weight is dense ({p.bits} bits)")
 
 
-CUDA_KERNELS = (
-    CudaKernel("fp16_cache", "dense product on a dequantised copy that is kept", _fp16_cache),
-    CudaKernel("tensor_core", "INT4 codes decoded into tensor cores, δ on the way", _tensor_core),
-    CudaKernel("hopper", "INT4 codes decoded into warpgroup tensor cores, x by the copy engine", _hopper),
-    CudaKernel("unpack_dense", "device format decoded once for this call, then the dense product", int4_refusal),
-    CudaKernel("cross_iter", "product on the loop iteration's own rounding", _cross_iter),
-    CudaKernel("dense", "dense product on a dequantised copy made for this call", _dense),
-    CudaKernel("native", "one thread per output, fp32 throughout: any shape, any dtype", _native),
-    CudaKernel("slabs", "torch, dequantised slab by slab: needs no kernel of ours", lambda p, on: None),
+CUDA_KERNELS: tuple[Kernel[Chip], ...] = (
+    Kernel("fp16_cache", "dense product on a dequantised copy that is kept", _fp16_cache),
+    Kernel("tensor_core", "INT4 codes decoded into tensor cores, δ on the way", _tensor_core),
+    Kernel("hopper", "INT4 codes decoded into warpgroup tensor cores, x by the copy engine", _hopper),
+    Kernel("unpack_dense", "device format decoded once for this call, then the dense product", int4_refusal),
+    Kernel("cross_iter", "product on the loop iteration's own rounding", _cross_iter),
+    Kernel("dense", "dense product on a dequantised copy made for this call", _dense),
+    Kernel("native", "one thread per output, fp32 throughout: any shape, any dtype", _native),
+    Kernel("slabs", "torch, dequantised slab by slab: needs no kernel of ours", lambda p, on: None),
 )
 
 
