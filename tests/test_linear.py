@@ -498,3 +498,12 @@ def test_an_order_that_is_no_permutation_is_refused(first: int) -> None:
         QuantLinear.from_state(state)
     with pytest.raises(FormatError, match="perm is no permutation"):
         m.load_state_dict(state)
+
+
+def test_what_is_no_weight_and_no_layer() -> None:
+    with pytest.raises(InputError, match="QuantLinear takes a QuantWeight, not Linear; from_linear and from_embedding"):
+        QuantLinear(nn.Linear(64, 24))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"Conv1d cannot be rounded; give an nn\.Linear whose weight is loaded"):
+        QuantLinear.from_linear(nn.Conv1d(4, 4, 1))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a Linear on the meta device cannot be rounded"):
+        QuantLinear.from_linear(nn.Linear(64, 24, device="meta"))

@@ -100,6 +100,11 @@ class Canonical(nn.Module):
     like: Tensor  # [0], of the dtype that the module is said to have: what casts a model casts it
 
     def _set(self, w: QuantWeight, dtype: torch.dtype) -> None:
+        if not isinstance(w, QuantWeight):
+            raise InputError(
+                f"{type(self).__name__} takes a QuantWeight, not {type(w).__name__}; from_linear and from_embedding "
+                "round a layer, from_checkpoint takes an entry by name"
+            )
         self.K, self.N, self.group_size, self.bits = w.K, w.N, w.group_size, w.bits
         self.integer_zero = w.integer_zero
         for name, t in zip(_TENSORS, (w.packed, w.scale, w.zero, w.bias, w.perm), strict=True):
@@ -180,7 +185,10 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, spec: QuantSpec | None = None) -> QuantLinear:
-        """A dense layer rounded to nearest, on its device."""
+        """A dense layer rounded to nearest, on its device. Raises InputError for what is none, or has no values."""
+        if not isinstance(linear, nn.Linear) or linear.weight.is_meta:
+            what = "a Linear on the meta device" if isinstance(linear, nn.Linear) else type(linear).__name__
+            raise InputError(f"{what} cannot be rounded; give an nn.Linear whose weight is loaded")
         return cls(_rounded(linear.weight, spec, linear.bias), linear.weight.dtype).to(linear.weight.device)
 
     @classmethod
