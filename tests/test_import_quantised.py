@@ -133,7 +133,7 @@ def test_mlx_is_our_formula() -> None:
 
 @pytest.mark.parametrize("group", [128, -1])
 def test_marlins_order(tmp_path: Path, group: int) -> None:
-    """Packed by `marlin_pack_symmetric`, which test_marlin_pack.py compares with the published format."""
+    """k and down as AutoGPTQ's layer packs them; the others, of other codes, by `marlin_pack_symmetric`."""
     from tinyloop.marlin import marlin_pack_symmetric
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -143,22 +143,29 @@ def test_marlins_order(tmp_path: Path, group: int) -> None:
     tensors = {"model.embed_tokens.weight": torch.randn(8, 256, generator=g), "model.norm.weight": torch.ones(256)}
     tensors |= {f"{LAYER}{n}_layernorm.weight": torch.ones(256) for n in ("input", "post_attention")}
     codes: dict[str, tuple[Tensor, Tensor]] = {}
+    theirs, truth = load_file(FIXTURES / "marlin" / "linear.safetensors"), made.marlin_truths()[group]
     for module in made.linears():
+        tensors[f"{module}.workspace"] = torch.zeros(4, dtype=torch.int32)
+        if module in (f"{LAYER}self_attn.k_proj", DOWN):
+            codes[module] = truth.q, truth.scale
+            tensors[f"{module}.B"], tensors[f"{module}.s"] = theirs["B"].clone(), theirs[f"s.{group}"].clone()
+            continue
         q = torch.randint(0, 16, (256, 256), generator=g, dtype=torch.uint8)
         scale = (torch.rand(1 if group == -1 else 2, 256, generator=g) + 0.5).half()
         codes[module] = q, scale
         tensors[f"{module}.B"], tensors[f"{module}.s"] = marlin_pack_symmetric(q, scale, group)
-        tensors[f"{module}.workspace"] = torch.zeros(4, dtype=torch.int32)
     save_file(tensors, tmp_path / "model.safetensors")
     settings = {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": 4, "group_size": group}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"quantization_config": settings}))
     checkpoint = import_model(tmp_path)
-    for ours, theirs in PARTS.items():
+    for ours, names in PARTS.items():
         w = checkpoint.weights[f"layers.0.{ours}"]
         assert isinstance(w, QuantWeight)
-        assert torch.equal(w.codes(), torch.cat([codes[LAYER + name][0] for name in theirs], dim=1))
-        assert torch.equal(w.scale, torch.cat([codes[LAYER + name][1] for name in theirs], dim=1))
+        assert torch.equal(w.codes(), torch.cat([codes[LAYER + name][0] for name in names], dim=1))
+        assert torch.equal(w.scale, torch.cat([codes[LAYER + name][1] for name in names], dim=1))
         assert torch.equal(w.zero, -8 * w.scale)
+    W = checkpoint.weights["layers.0.mlp_down"].dequantize()
+    assert torch.equal(W.half(), truth.weight.half().t())  # what AutoGPTQ's layer was given to pack
     save_file(tensors | {f"{Q}.s": tensors[f"{Q}.s"][:, :128].clone()}, tmp_path / "model.safetensors")
     refused(tmp_path, FormatError, r"q_proj\.s is torch\.float16 .* needs float16")
     save_file(tensors | {f"{Q}.B": tensors[f"{Q}.B"][:, :100].clone()}, tmp_path / "model.safetensors")
