@@ -11,15 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tinyloop.errors import FormatError, InputError, UnsupportedError
 from tinyloop.importers import import_model
 from tinyloop.importers.gguf_tokenizer import _PRE, read_tokenizer
+from tinyloop.model import Model
 from tinyloop.rope import resolve
 from tinyloop.tokenizer import Tokenizer
 from tinyloop.weight import DenseWeight, QuantWeight
 
 gguf = pytest.importorskip("gguf")
+FIXTURES = Path(__file__).parent / "fixtures" / "gguf"
+sys.path.insert(0, str(FIXTURES.parent))
+import make_checkpoints as made  # noqa: E402
 
 D, F, HEADS, KV, HEAD_DIM, V, LAYERS = 64, 96, 4, 2, 16, 288, 2
 SHAPES = {  # theirs → [N, K]
@@ -160,6 +165,27 @@ def test_every_weight_equals_dequantize(tmp_path: Path, kind: str) -> None:
         assert isinstance(table, QuantWeight) == (kind == "Q8_0")
         counted = {"Q8_0": "14 tensors of type Q8_0", "Q5_1": "15 tensors of type Q5_1"}.get(kind)
         assert any(counted in note for note in checkpoint.notes) if counted else len(checkpoint.notes) == 1
+
+
+@pytest.mark.parametrize("kind", made.GGUF)
+def test_files_of_the_original_quantiser(kind: str) -> None:
+    """Blocks by llama.cpp: values against the package's dequantiser, the order of rows by transformers' logits."""
+    path = FIXTURES / f"{kind}.gguf"
+    checkpoint = import_model(path)
+    stored = {t.name.removesuffix(".weight"): t for t in gguf.GGUFReader(path).tensors}
+    assert {t.tensor_type.name for t in stored.values()} >= {kind, "F32"}
+    for theirs, ours in ({"token_embd": "embed"} | {f"blk.0.{t}": f"layers.0.{o}" for t, o in OURS.items()}).items():
+        w = checkpoint.weights[ours]
+        assert isinstance(w, QuantWeight)
+        W = gguf.dequantize(stored[theirs].data, stored[theirs].tensor_type)
+        assert torch.equal(w.dequantize(), torch.from_numpy(W).t()), ours
+    qkv = checkpoint.weights["layers.0.attn_qkv"]
+    assert isinstance(qkv, QuantWeight)
+    rows = [gguf.dequantize(stored[f"blk.0.attn_{n}"].data, stored[f"blk.0.attn_{n}"].tensor_type) for n in "qkv"]
+    order = [h * 16 + 2 * i + half for h in range(3) for half in (0, 1) for i in range(8)] + [*range(48, 64)]
+    assert torch.equal(qkv.dequantize(), torch.from_numpy(np.concatenate(rows)[order]).t())
+    logits, want = Model(checkpoint, torch.float32).logits(made.TOKENS), load_file(FIXTURES / "expected.safetensors")
+    assert float((logits - want[f"{kind}.logits"]).norm() / want[f"{kind}.logits"].norm()) < 1e-6
 
 
 def test_two_levels_of_scales_stay_codes() -> None:
