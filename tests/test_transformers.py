@@ -209,6 +209,13 @@ def test_an_input_that_never_fires_and_experts_without_tokens() -> None:
     assert reports["model.layers.0.mlp.b"].relative_loss is None
 
 
+def test_experts_in_one_parameter_stay_dense() -> None:
+    model = llama(kind="Mixtral", num_local_experts=2, num_experts_per_tok=1)
+    names = [r.name.rpartition(".")[2] for r in tl.quantize_(model, SPEC, tokens(8, 32))]
+    assert names == 2 * [f"{n}_proj" for n in "qkvo"]
+    assert model.model.layers[0].mlp.experts.gate_up_proj.dim() == 3
+
+
 def test_qnt04_what_cannot_be_is_refused_before_anything_is_changed() -> None:
     model = llama()
     before = copy.deepcopy(model.state_dict())
@@ -314,6 +321,59 @@ def test_folders_that_are_none_of_ours(tmp_path: Path) -> None:
     with pytest.raises(tl.InputError, match=r"architectures=\['NoSuchModel'\] is no class"):
         tl.load_transformers(tmp_path)
     assert "quantization_config" not in config
+
+
+# ── GPT-2, whose linear layers are Conv1D ──────────────────────────────────────────────────────────────────────────
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=64, n_embd=64, n_inner=96, n_layer=2, n_head=4, initializer_range=0.15,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            p.data.copy_(0.2 * torch.randn(p.shape) + (name.endswith("weight")))
+    return model
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_conv1d_is_a_linear_layer(calibrated: bool, tmp_path: Path) -> None:
+    model, dense, ids = gpt2(), gpt2(), tokens()
+    rules = [("*.1.mlp.c_fc", None), ("*.0.mlp.c_proj", tl.QuantSpec(96))]
+    reports = tl.quantize_(model, SPEC, tokens(16, 32, seed=1) if calibrated else None, rules=rules)
+    assert [r.name.removeprefix("transformer.h.") for r in reports] == [
+        "0.attn.c_attn", "0.attn.c_proj", "0.mlp.c_fc", "0.mlp.c_proj", "1.attn.c_attn", "1.attn.c_proj", "1.mlp.c_proj"
+    ]  # fmt: skip
+    assert all((r.relative_loss is not None and r.relative_loss < 0.05) == calibrated for r in reports)
+    same = copy.deepcopy(dense)
+    for r in reports:
+        layer, theirs = model.get_submodule(r.name), dense.get_submodule(r.name)
+        assert isinstance(layer, tl.QuantLinear)
+        assert (layer.in_features, layer.out_features) == (theirs.nx, theirs.nf)
+        if not calibrated:
+            wanted = nearest(theirs.weight.detach(), tl.QuantSpec(layer.group_size))
+            assert torch.equal(layer.q, wanted.packed)
+        same.get_submodule(r.name).weight.data.copy_(layer.weight.t())
+    assert type(model.transformer.h[1].mlp.c_fc) is type(dense.transformer.h[1].mlp.c_fc)
+    assert error(logits(model, ids), logits(same, ids)) < 1e-5
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert torch.equal(
+        written, same.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    )
+    model.save_pretrained(tmp_path)
+    back = tl.load_transformers(tmp_path)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    assert back.lm_head.weight is back.transformer.wte.weight
+    back.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(tl.load_transformers(tmp_path / "again"), ids), logits(model, ids))
+
+
+def test_no_file_of_ours_holds_gpt2() -> None:
+    with pytest.raises(tl.UnsupportedError, match=r"model_type='gpt2' is not supported; known are llama, mistral"):
+        tl.load_into(gpt2(), tiny_checkpoint(segments=PLAIN))
 
 
 # ── others' code ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from torch import nn
 
 from .errors import InputError, UnsupportedError
 from .hf import ends, quantised_module, replace, tied, untie
-from .hf_saving import attach
+from .hf_saving import attach, is_transposed
 from .linear import Canonical
 from .quantize.calibration import Calibration, spread
 from .quantize.gptq import QuantSpec, gptq, nearest
@@ -47,7 +47,7 @@ def quantize_(
     rules: Rules = (),
     progress: Progress | None = None,
 ) -> list[LayerReport]:
-    """Quantise every `nn.Linear` but the head by `spec`, and say what came of each.
+    """Quantise every `nn.Linear` and `Conv1D` but the head by `spec`, and say what came of each.
 
     `rules` are (glob over module names, spec) pairs, the first that fits decides; a spec of None keeps a module dense.
     The head and the embedding stay dense without a rule of their own; one that is tied to the other is untied first.
@@ -245,7 +245,9 @@ def _wanted(model: nn.Module, spec: QuantSpec, rules: Rules) -> dict[str, QuantS
     """Module name → what is done with it. Everything that can be refused is refused here."""
     found = ends(model)
     modules = {
-        name: m for name, m in model.named_modules() if _is_dense(m) and (isinstance(m, nn.Linear) or name in found)
+        name: m
+        for name, m in model.named_modules()
+        if _is_dense(m) and (name in found or not isinstance(m, nn.Embedding))
     }
     for pattern, _ in rules:
         if not fnmatch.filter(modules, pattern):
@@ -278,11 +280,11 @@ def _spec_of(name: str, default: QuantSpec | None, rules: Rules) -> QuantSpec | 
 
 
 def _is_dense(m: nn.Module) -> bool:
-    return isinstance(m, (nn.Linear, nn.Embedding)) and not isinstance(m, Canonical)
+    return (isinstance(m, (nn.Linear, nn.Embedding)) or is_transposed(m)) and not isinstance(m, Canonical)
 
 
 def _inputs(m: nn.Module) -> int:
-    return int(m.weight.shape[1])  # type: ignore[index]
+    return int(m.weight.shape[0 if is_transposed(m) else 1])  # type: ignore[index]
 
 
 def _check_tokens(tokens: Tensor | None) -> None:
@@ -328,7 +330,7 @@ def _until_stopped(run: Callable[[], Any]) -> None:
 
 def _matrix(m: nn.Module) -> Tensor:  # fp32 [K, N]
     weight: Tensor = m.weight  # type: ignore[assignment]
-    return weight.detach().t().float().cpu()
+    return (weight if is_transposed(m) else weight.t()).detach().float().cpu()
 
 
 def _bias(m: nn.Module) -> Tensor | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ def _name(t: torch.Tensor) -> str:
 def empty(old: nn.Module, kind: dict[str, Any]) -> nn.Module:
     """A module on meta in the place of `old`, to be filled."""
     dense: torch.Tensor = old.weight  # type: ignore[assignment]
-    (N, K), G, bits = dense.shape, kind["group_size"], kind["bits"]
+    N, K = reversed(dense.shape) if is_transposed(old) else dense.shape
+    G, bits = kind["group_size"], kind["bits"]
 
     def made(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -112,6 +114,13 @@ def empty(old: nn.Module, kind: dict[str, Any]) -> nn.Module:
     if kind["embedding"]:
         return QuantEmbedding(w, dense.dtype, getattr(old, "padding_idx", None))
     return QuantLinear(w, dense.dtype)
+
+
+def is_transposed(m: nn.Module) -> bool:
+    """Whether `m` is a `Conv1D` of `transformers`, a linear layer whose weight is [K, N]; it makes no import, since
+    who holds such a layer has made it."""
+    made = sys.modules.get("transformers.pytorch_utils")
+    return made is not None and isinstance(m, made.Conv1D)
 
 
 @functools.cache

@@ -42,6 +42,7 @@ class DenseView(torch.Tensor):
     """
 
     layer: Canonical
+    _is_hf_initialized = True  # what transformers asks of a weight before it fills it with random numbers
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
