@@ -32,6 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in r.keywords]
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in getattr(r, "keywords", ())]
     why = f" ({_REASON})" if skipped else ""
     terminalreporter.write_line(f"GPU tests skipped: {len(skipped)}{why}")

@@ -90,3 +90,11 @@ def test_import_is_quick_and_touches_no_device(installed: Path) -> None:
     """At most a tenth on top of importing torch, in CPU time of one process: a busy machine changes neither."""
     runs = [run(sys.executable, "-c", ON_IMPORT, cwd=installed, PYTHONPATH=str(installed)) for _ in range(3)]
     assert statistics.median(map(float, runs)) <= 0.1
+
+
+def test_a_file_of_tests_that_skips_itself_whole(tmp_path: Path) -> None:
+    """As those of an extra do where it is not installed; the count of GPU tests at the end stands."""
+    (tmp_path / "test_it.py").write_text("import pytest\npytest.skip('no extra', allow_module_level=True)\n")
+    call = (sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "-p", "tests.conftest", tmp_path)
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert "GPU tests skipped: 0" in done.stdout, done.stdout + done.stderr
