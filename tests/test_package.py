@@ -80,7 +80,7 @@ middle = time.process_time()
 import tinyloop
 end = time.process_time()
 assert not torch.cuda.is_initialized(), "importing touches the GPU"
-late = {"numba", "gguf", "transformers", "typer", "rich"} & sys.modules.keys()
+late = {"numba", "gguf", "onnx", "transformers", "typer", "rich"} & sys.modules.keys()
 assert not late, f"importing loads {late}, which belong to what uses them"
 print((end - middle) / (middle - start))
 """

@@ -34,9 +34,8 @@ def import_model(path: str | os.PathLike[str], progress: Progress | None = None)
 
 def _hint(path: Path) -> str:
     if path.is_dir():
-        return (
-            f": the folder has no config.json, but {next(path.glob('*.gguf')).name}" if any(path.glob("*.gguf")) else ""
-        )
+        others = sorted(file.name for kind in ("*.gguf", "*.onnx") for file in path.glob(kind))
+        return f": the folder has no config.json, but {others[0]}" if others else ""
     return ": give the folder that holds it" if path.suffix in (".safetensors", ".json", ".bin") else ""
 
 
@@ -70,6 +69,6 @@ _FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Progress | None], 
         _is_huggingface,
         _read_huggingface,
         "a folder with config.json (llama, mistral, qwen2, qwen3, tinyloop) and *.safetensors in fp16, bf16, fp32, "
-        "GPTQ, AWQ, compressed-tensors or MLX of 4 bits",
+        "GPTQ, AWQ, compressed-tensors or MLX of 4 bits, or with the .onnx file that onnxruntime-genai made of it",
     ),
 )

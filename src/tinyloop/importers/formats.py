@@ -18,6 +18,7 @@ from .gptq import open_gptq
 from .hf_tokenizer import read_json
 from .marlin_folder import open_marlin
 from .mlx import open_mlx
+from .onnx_folder import CONTAINER, open_nbits
 from .parts import Part, Remarks, flag
 from .shards import Shards
 
@@ -47,6 +48,7 @@ FORMATS = (
     ),
     Format("marlin", "GPTQ of 4 bits in Marlin's order", ("marlin",), "B", open_marlin),
     Format("mlx", "MLX affine of 4 bits", ("mlx",), "weight", open_mlx),
+    Format("onnx", "ONNX MatMulNBits of 4 bits, as onnxruntime-genai names it", (CONTAINER,), "weight", open_nbits),
 )  # fmt: skip
 
 # Tensors by which a checkpoint shows its method where the settings are lost.
@@ -63,7 +65,7 @@ def open_format(folder: Path, config: Values, shards: Shards, remarks: Remarks) 
 
     Raises UnsupportedError for a method that is not read, FormatError where codes lie in a folder without settings.
     """
-    values, place = _settings(folder, config)
+    values, place = _settings(folder, config, shards)
     if not values:
         _refuse_traces(folder, shards)
         return None
@@ -71,7 +73,9 @@ def open_format(folder: Path, config: Values, shards: Shards, remarks: Remarks) 
     return found, found.open(values, shards, remarks)
 
 
-def _settings(folder: Path, config: Values) -> tuple[Values, str]:
+def _settings(folder: Path, config: Values, shards: Shards) -> tuple[Values, str]:
+    if shards.metadata.get("container") == CONTAINER:  # the configuration is that of the model it was made from
+        return {"quant_method": CONTAINER}, CONTAINER
     for key in KEYS:
         if isinstance(config.get(key), dict) and config[key]:
             return config[key], f"config.json: {key}"

@@ -22,6 +22,7 @@ from ..weight import DenseWeight, LinearWeight
 from .formats import open_format
 from .hf_config import biased, model_config
 from .hf_tokenizer import read_json, read_tokenizer
+from .onnx_folder import open_onnx
 from .parts import Part, Remarks, stackable, stacked, stacked_codes
 from .shards import FLOATS, Shards, open_shards
 
@@ -67,7 +68,9 @@ def import_huggingface(folder: Path, progress: Callable[[int, int], None] | None
     """The checkpoint in `folder`. Raises FormatError or UnsupportedError naming file, tensor or key."""
     values = read_json(folder / "config.json")
     config, notes = model_config(values)
-    shards, remarks = open_shards(folder), Remarks()
+    graphs = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.onnx"))
+    shards = open_onnx(folder, graphs[0]) if len(graphs) == 1 else open_shards(folder)
+    remarks = Remarks()
     found = open_format(folder, values, shards, remarks)
     reader, codes = (found[1], found[0].codes) if found else (lambda module: None, None)
     source = _Source(shards, reader, codes, biased(values), _part_shapes(config), remarks)
@@ -137,7 +140,7 @@ def _shape(source: _Source, module: str, part: Part | None) -> list[int]:
     """[N, K] of a module, which has codes or numbers, not both and not neither, and the shape that the configuration
     says."""
     dense, shards = f"{module}.weight", source.shards
-    if source.codes != "weight":  # MLX has its codes under that name
+    if source.codes != "weight":  # MLX and ONNX have their codes under that name
         if part is None and source.codes and dense not in shards:
             raise FormatError(
                 f"{shards.folder}: {module} has no {source.codes}, and no weight either; the checkpoint is incomplete"
