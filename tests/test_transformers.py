@@ -442,6 +442,32 @@ def test_lm_eval_scores() -> None:
         assert found == pytest.approx(sum(float(scores[len(a) + i - 1, t]) for i, t in enumerate(b)), abs=1e-3)
 
 
+def test_lm_eval_runs_a_task(tmp_path: Path) -> None:
+    """A whole evaluation, of a task in a file: nothing is downloaded."""
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is in the extra lm-eval")
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = made("head"), fast_tokenizer()
+    texts, choices = ["It is", "Once upon", "a time", "so it was"], ["yes", "no", "a time"]
+
+    def score(text: str, choice: str) -> float:
+        a, b = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (text, f" {choice}"))
+        scores = logits(model, torch.tensor([a + b])).log_softmax(-1)[0]
+        return sum(float(scores[len(a) + i - 1, t]) for i, t in enumerate(b))
+
+    best = [max(range(3), key=lambda i: score(text, choices[i])) for text in texts]
+    gold = [*best[:3], (best[3] + 1) % 3]  # three of four are right
+    docs = [json.dumps({"text": text, "choices": choices, "gold": i}) for text, i in zip(texts, gold, strict=True)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(docs))
+    kwargs = {"data_files": {"test": str(tmp_path / "docs.jsonl")}, "cache_dir": str(tmp_path)}
+    task = {"task": "tiny", "dataset_path": "json", "dataset_kwargs": kwargs, "test_split": "test",
+            "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{gold}}", "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, device="cpu")
+    found = lm_eval.simple_evaluate(lm, tasks=[task], bootstrap_iters=0)
+    assert found["results"]["tiny"]["acc,none"] == 0.75
+
+
 def fast_tokenizer() -> Any:
     from tokenizers import Tokenizer
 
