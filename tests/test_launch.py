@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+import tinyloop as tl
 from helpers import random_quant_weight
-from tinyloop.cuda import build, gemm, launch
+from tinyloop import torch_op
+from tinyloop.cuda import build, gemm, launch, run
 from tinyloop.cuda.config import Chip
+from tinyloop.dispatch import USE_MARLIN
 from tinyloop.marlin import MarlinWeight
+from tinyloop.pack import pack
 
 HOPPER = Chip("fake", (9, 0), 132, 227 << 10, 80 << 30)
 
@@ -334,3 +339,71 @@ def test_scratch_while_another_device_is_current(gpu: Gpu) -> None:
     assert gpu.device == 1
     gpu.device = gpu.capture = 0
     assert launch.scratch_floats(0, 100, "partial") is not inside
+
+
+# ── the kept call of the torch op ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def addressed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The launches of a kept call, by addresses of x and y and the step between rows."""
+    seen: list[tuple[int, int, int]] = []
+    fake = SimpleNamespace(launch=lambda x, y, ldx: seen.append((x, y, ldx)))
+    monkeypatch.setattr(run, "ready", lambda w, M, dtype: fake)
+    return seen
+
+
+def kept(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    packed = pack(random_quant_weight(x.shape[-1], 24, 4, seed=1))
+    return torch_op._launched(packed, x.shape, x.dtype, torch_op._switches())
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (1, 1, 64), (3, 64), (3, 1, 64), (1, 20), (3, 20)], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_kept_call_launches_by_addresses(
+    addressed: list[tuple[int, int, int]], shape: tuple[int, ...], offset: int
+) -> None:
+    """x itself where its rows are at multiples of 16 bytes, else a copy whose rows are."""
+    K, M = shape[-1], math.prod(shape[:-1])
+    x = torch.zeros(M * K + offset)[offset:].view(shape)
+    y = kept(x)(x)
+    assert y.shape == (*shape[:-1], 24)
+    ((source, target, ldx),) = addressed
+    assert target == y.data_ptr()
+    itself = offset == 0 and (M == 1 or K % 8 == 0)
+    assert (source == x.data_ptr()) == itself
+    assert source % 16 == 0
+    assert M == 1 or ldx == (K if itself else -(-K // 8) * 8)
+
+
+def test_a_kept_call_follows_the_switches(
+    addressed: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off by either one, `quant_gemm` plans anew; on again, or set to what holds anyhow, the launch is back."""
+    monkeypatch.delenv(USE_MARLIN, raising=False)
+    x, switched = torch.ones(1, 64), tl.set_marlin_dispatch
+    call = kept(x)
+
+    def launched() -> bool:
+        before = len(addressed)
+        call(x)
+        return len(addressed) > before
+
+    try:
+        assert launched()
+        switched(False)
+        assert not launched()
+        switched(True)
+        assert launched()
+        switched(None)
+        assert launched()
+        for value, on in (("0", False), ("1", True), ("0", False)):
+            monkeypatch.setenv(USE_MARLIN, value)
+            assert launched() is on
+        monkeypatch.setenv(USE_MARLIN, "rubbish")
+        with pytest.raises(tl.InputError, match="neither '0' nor '1'"):
+            call(x)
+        monkeypatch.delenv(USE_MARLIN)
+        assert launched()
+    finally:
+        switched(None)
