@@ -206,6 +206,10 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
         b = self._buffers
         if (perm := b["perm"]) is not None:
             x = x.index_select(-1, perm)
+        if not torch.compiler.is_compiling():
+            done = torch_op.at_once(x, b["q"], b["scale"], b["zero"], b["bias"])  # type: ignore[arg-type]
+            if done is not None:
+                return done
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
             raise InputError("x has a forward-mode derivative, which would be lost; take the reverse mode (backward)")
         op = torch_op.product if x.requires_grad else torch_op.product_without_gradient

@@ -8,17 +8,23 @@ by the addresses of those tensors, for as long as q lives and none of them is wr
 layers of one shape share one compiled graph, and a copy, a move, a load or an unpickling needs no bookkeeping.
 
 The overload `inference` is the same operation without the gradient's kernel in Python, which costs 5 µs a call.
+`at_once` is what the op would do where nobody watches, without torch's dispatch, which costs another 5.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import _C
+from torch.autograd import forward_ad, profiler
 
+from . import dispatch
 from .dispatch import plan, use_marlin
 from .errors import InputError
 from .ops import calls, problem, quant_gemm
@@ -39,14 +45,14 @@ _library.define(f"quant_gemm_backward(Tensor g, {_WEIGHT}, {_SHAPE}) -> Tensor")
 class Held:
     """A weight's layouts; `q` is there to forget them by, `version` counts what was written to its tensors.
 
-    `few` are calls for few rows by number, dtype and device of rows, with the kernel that the plan chose: planning and
+    `few` are calls for few rows by shape, dtype and device of x, with the kernel that the plan chose: planning and
     checking cost 10 µs, which matters where products are small.
     """
 
     pack: PackedWeight
     q: weakref.ref[Tensor]
     version: int | None  # None: tensors made in inference mode do not count
-    few: dict[tuple[int, torch.dtype, torch.device], Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    few: dict[tuple[torch.Size, torch.dtype, torch.device], Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 FEW = 32  # rows up to which calls are kept
@@ -81,40 +87,101 @@ def _version(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None) -> int
     return q._version + scale._version + zero._version + (0 if bias is None else bias._version)
 
 
+def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product by a kept call, or None where there is none for x or the op must be seen."""
+    if not unwatched(x):
+        return None
+    if torch.is_grad_enabled() and (
+        x.requires_grad or scale.requires_grad or zero.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return None
+    held = _held.get((q.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr()))
+    if held is None or not (held.version is None or held.version == _version(q, scale, zero, bias)):
+        return None
+    call = held.few.get((x.shape, x.dtype, x.device))
+    return call(x) if call is not None and x.is_contiguous() else None
+
+
+_plain: set[int] = set()  # dispatch keys of tensors that are memory and nothing else, on devices with kept calls
+
+
+@functools.cache
+def _learn_plain(device: torch.device) -> None:
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            _plain.add(_C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+
+
+def unwatched(x: Tensor) -> bool:
+    """Whether torch's dispatch of an op on x would come straight to its kernel: x is no more than memory, and no mode,
+    transform, tracer or profiler is there to see the op. Reads private names of torch, as nothing public says this."""
+    return (
+        type(x) is Tensor
+        and _C._len_torch_dispatch_stack() == 0
+        and _C._len_torch_function_stack() == 0
+        and _interpreter() is None
+        and _C._get_tracing_state() is None
+        and not profiler._is_profiler_enabled  # which lists ops
+        and forward_ad._current_level < 0
+        and _C._dispatch_keys(x).raw_repr() in _plain
+    )
+
+
+_interpreter = _C._functorch.peek_interpreter_stack  # of vmap, grad and their like
+
+
 def _product(
     x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, K: int, group_size: int, bits: int
 ) -> Tensor:
     held = held_for(q, scale, zero, bias, K, group_size, bits)
-    call = held.few.get((x.numel() // K, x.dtype, x.device))
-    if call is None or x.shape[-1] != K or not x.is_contiguous():
-        return _planned(x, held)
-    return call(x)
+    call = held.few.get((x.shape, x.dtype, x.device))
+    return call(x) if call is not None and x.is_contiguous() else _planned(x, held)
 
 
 def _planned(x: Tensor, held: Held) -> Tensor:
     """The whole way, with every check; where the plan was a kernel for few rows, the next time goes straight there."""
-    y = quant_gemm(x.detach(), held.pack)
+    y, on = quant_gemm(x.detach(), held.pack), _switches()
     M = x.numel() // x.shape[-1]
     if 0 < M <= FEW:
+        _learn_plain(x.device)
         kernel = plan(problem(held.pack, M, x.dtype)).kernel
         if kernel == "panel" and x.dtype != torch.float16:
-            held.few[M, x.dtype, x.device] = _straight(held.pack.panel())
+            held.few[x.shape, x.dtype, x.device] = _straight(held.pack.panel())
         if kernel == "tensor_core" and held.pack.perm is None:
-            held.few[M, x.dtype, x.device] = _launched(held.pack, M, x.dtype)
+            held.few[x.shape, x.dtype, x.device] = _launched(held.pack, x.shape, x.dtype, on)
     return y
 
 
-def _launched(pack: PackedWeight, M: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+_environ: Any = getattr(os.environ, "_data", None)  # the mapping without decoding, which takes 0.6 µs a look
+_USE_MARLIN: Any = os.environ.encodekey(dispatch.USE_MARLIN)
+
+
+def _switches() -> Any:
+    """What `use_marlin` decides by, not yet read."""
+    if _environ is None:
+        return dispatch._marlin_dispatch, os.environ.get(dispatch.USE_MARLIN)
+    return dispatch._marlin_dispatch, _environ.get(_USE_MARLIN)
+
+
+def _launched(pack: PackedWeight, shape: torch.Size, dtype: torch.dtype, on: Any) -> Callable[[Tensor], Tensor]:
+    """On contiguous x of this shape; with the switches `on`, the plan is the tensor-core kernel."""
     from .cuda.run import aligned, ready
 
-    product, K, N = ready(pack, M, dtype), pack.weight.K, pack.weight.N
+    K, M = shape[-1], shape.numel() // shape[-1]
+    launch, result = ready(pack, M, dtype).launch, (*shape[:-1], pack.weight.N)
+    whole = M == 1 or K % 8 == 0  # rows begin at multiples of 16 bytes where the first does
 
     def call(x: Tensor) -> Tensor:
-        if not use_marlin():
+        if _switches() != on and not use_marlin():
             return quant_gemm(x.detach(), pack)
         calls["tensor_core"] += 1
-        y = product(aligned(x.view(M, K)))
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], N)
+        y = x.new_empty(*result)
+        if whole and not (at := x.data_ptr()) % 16:
+            launch(at, y.data_ptr(), K)
+        else:
+            rows = aligned(x.view(M, K))
+            launch(rows.data_ptr(), y.data_ptr(), rows.stride(0))
+        return y
 
     return call
 

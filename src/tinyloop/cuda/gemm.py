@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 
 from ..marlin import MarlinWeight
 from .config import CHUNK, Config, choose
-from .launch import Arguments, Launcher, chip, scratch_counters, scratch_floats
+from .launch import Arguments, Launcher, chip, scratch_addresses
 
 Tensor = torch.Tensor
 _p, _i64, _i32 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
@@ -57,7 +56,7 @@ class Ready:
         symmetric: bool = False, pair: tuple[MarlinWeight, Tensor | None] | None = None,
     ):  # fmt: skip
         self.M, self.N, self.dtype = M, w.N, torch.float32 if symmetric else dtype
-        self._where, self._keep = w.B.device, (w, bias, pair)  # whose addresses the arguments hold
+        self._keep = w, bias, pair  # whose addresses the arguments hold
         device = w.B.device.index
         c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
         column = w.group_size == -1
@@ -73,21 +72,30 @@ class Ready:
         self._blocks, self._counters = tiles * c.splits, tiles
         self._floats = tiles * c.splits * c.rows * c.columns if c.splits > 1 else 0
         self._arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
-        self._lock = threading.Lock()  # of the arguments, which a launch copies
+        self._free = [(self._arguments, self._arguments.p)]  # a launch takes one away, as it lets other threads run
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x fp16 | bf16 [M, K], rows aligned to 16 bytes, elements adjacent → x's dtype [M, N], fp32 if symmetric."""
-        y = torch.empty(self.M, self.N, dtype=self.dtype, device=self._where) if out is None else out
-        if self.M == 0:
-            return y
-        p = self._arguments.p
-        with self._lock:
-            p.x, p.y, p.ldx = x.data_ptr(), y.data_ptr(), x.stride(0)
-            if self._floats:
-                p.partial = scratch_floats(self._run.device, self._floats, "partial").data_ptr()
-                p.arrived = scratch_counters(self._run.device, self._counters).data_ptr()
-            self._run(self._arguments, self._blocks)
+        y = out
+        if y is None:  # without a dtype it is made in 0.8 µs, with one in 1.1
+            y = x.new_empty(self.M, self.N) if x.dtype is self.dtype else x.new_empty(self.M, self.N, dtype=self.dtype)
+        if self.M:
+            self.launch(x.data_ptr(), y.data_ptr(), x.stride(0))
         return y
+
+    def launch(self, x: int, y: int, ldx: int) -> None:
+        """The product by addresses: x with `ldx` elements from row to row, y contiguous."""
+        try:
+            free = self._free.pop()
+        except IndexError:  # in a thread beside another
+            copy = _Arguments.from_buffer_copy(self._arguments)
+            free = copy, copy.p
+        arguments, p = free
+        p.x, p.y, p.ldx = x, y, ldx
+        if self._floats:
+            p.partial, p.arrived = scratch_addresses(self._run.device, self._floats, self._counters)
+        self._run(arguments, self._blocks)
+        self._free.append(free)
 
 
 def product(

@@ -1,7 +1,8 @@
 """Launching: one struct by value, on the current stream of the tensors' device, with errors raised at the call.
 
-cuda.core builds the kernels; the launch itself goes to the driver through cuda.bindings, which cuda.core stands on:
-cuda.core's `launch` takes 9 µs and no structs, this 2–3 µs.
+cuda.core builds the kernels; the launch itself is a foreign call of the driver's `cuLaunchKernelEx` with the driver's
+own structs, filled once in each thread. cuda.core's `launch` takes 9 µs and no structs; cuda.bindings, which it stands
+on, copies the configuration out of its Python objects and into them at every call.
 
 Scratch is fp32 for partial sums and counters that every kernel leaves at zero. It belongs to one stream, grows, and is
 never shared: two streams that overlap have one each. During graph capture it comes from the graph's own memory pool,
@@ -16,7 +17,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,11 +27,27 @@ from .config import Chip
 
 log = logging.getLogger("tinyloop")
 Tensor = torch.Tensor
-_local = threading.local()
 
 
 class Arguments(ctypes.Structure):
     """Base of the structs that kernels take; subclasses mirror the `.cu` file's, field for field."""
+
+
+class Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute; of its value's 64 bytes we set the first int."""
+
+    _fields_: ClassVar[Any] = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_: ClassVar[Any] = [
+        ("gridDimX", ctypes.c_uint), ("gridDimY", ctypes.c_uint), ("gridDimZ", ctypes.c_uint),
+        ("blockDimX", ctypes.c_uint), ("blockDimY", ctypes.c_uint), ("blockDimZ", ctypes.c_uint),
+        ("sharedMemBytes", ctypes.c_uint), ("hStream", ctypes.c_void_p), ("attrs", ctypes.POINTER(Attribute)),
+        ("numAttrs", ctypes.c_uint),
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -59,6 +76,27 @@ class LaunchError(RuntimeError):
     """The driver refused a launch; raised at the call that asked for it."""
 
 
+LAUNCH_SINCE = 11060  # the CUDA version that brought cuLaunchKernelEx
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+@functools.cache
+def launch_function() -> Callable[[int, int, int, None], int]:
+    """`cuLaunchKernelEx(config, function, parameters, extra)`, by addresses.
+
+    The driver itself is asked for it, through the library that cuda.bindings has found: so no file name of any platform
+    stands here, and no second copy is loaded. The call lets other Python threads run: a launch waits where the queue is
+    full, and what it waits for may be a host function that needs the interpreter.
+    """
+    api = driver()
+    flags = int(api.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM)  # torch's default stream
+    result, address, *_ = api.cuGetProcAddress(b"cuLaunchKernelEx", LAUNCH_SINCE, flags)
+    raise_for(result, "cuGetProcAddress of cuLaunchKernelEx")
+    if not address:
+        raise LaunchError("the driver has no cuLaunchKernelEx: it is older than CUDA 11.6; update it")
+    return _LAUNCH(int(address))
+
+
 class Launcher:
     """One kernel on one device, ready to be launched.
 
@@ -76,43 +114,49 @@ class Launcher:
         self.entry, self.threads, self.shared, self.device = entry, threads, shared, device
         kernel, self._code = build.kernel(name, entry, tuple(sorted(defines.items())), chip(device).capability)
         self._overlaps = overlaps and self.overlapping and chip(device).capability >= (9, 0)
-        self._configs = threading.local()  # a launch fills in its own thread's
+        self._local = threading.local()  # a launch fills in its own thread's configuration, and lets others run
+        self._function, self._launch = int(kernel.handle), launch_function()
         api = driver()
-        self._function = api.CUfunction(int(kernel.handle))
         if shared > 48 << 10:
             attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             raise_for(api.cuKernelSetAttribute(attribute, shared, kernel.handle, api.CUdevice(device))[0], entry)
 
     def __call__(self, arguments: Arguments, blocks: int) -> None:
-        """Launch `blocks` blocks on the device's current stream. Raises LaunchError."""
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        config = getattr(self._configs, "config", None)
-        previous = torch.cuda.current_device()
+        """Launch `blocks` blocks on the device's current stream; `arguments` must not change meanwhile. Raises
+        LaunchError."""
+        previous = torch._C._cuda_getDevice()
         if previous != self.device:
             torch.cuda.set_device(self.device)
         try:
-            if config is None:
-                bind_thread(self.device)
-                config = self._configs.config = self._config()
-            config.gridDimX, config.hStream = blocks, current_stream(self.device)
-            (result,) = driver().cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)
+            own = getattr(self._local, "own", None) or self._own()
+            own.config.gridDimX, own.config.hStream = blocks, torch._C._cuda_getCurrentRawStream(self.device)
+            own.parameters[0] = ctypes.addressof(arguments)
+            result = self._launch(own.config_at, self._function, own.parameters_at, None)
         finally:
             if previous != self.device:
                 torch.cuda.set_device(previous)
         if result != 0:
             raise_for(result, f"{self.entry} with {blocks} blocks of {self.threads} threads, {self.shared} bytes")
 
-    def _config(self) -> Any:
-        api = driver()
-        config = api.CUlaunchConfig()
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.blockDimX, config.sharedMemBytes = self.threads, self.shared
+    def _own(self) -> _Own:
+        """The calling thread's configuration, at its first launch."""
+        bind_thread(self.device)
+        config = LaunchConfig(1, 1, 1, self.threads, 1, 1, self.shared)
         if self._overlaps:
-            attribute = api.CUlaunchAttribute()
-            attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
+            serialization = driver().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            config.attrs, config.numAttrs = ctypes.pointer(Attribute(int(serialization), value=(1,))), 1
+        self._local.own = own = _Own(config)
+        return own
+
+
+class _Own:
+    """What one thread hands to the driver, and where it lies."""
+
+    __slots__ = ("config", "config_at", "parameters", "parameters_at")
+
+    def __init__(self, config: LaunchConfig):
+        self.config, self.parameters = config, (ctypes.c_void_p * 1)()
+        self.config_at, self.parameters_at = ctypes.addressof(config), ctypes.addressof(self.parameters)
 
 
 def bind_thread(device: int) -> None:
@@ -129,7 +173,14 @@ def bind_thread(device: int) -> None:
 def raise_for(result: Any, what: str) -> None:
     """Raises LaunchError where a call of the driver has failed."""
     if int(result) != 0:
-        raise LaunchError(f"{what}: {result.name}")
+        raise LaunchError(f"{what}: {_name(int(result))}")
+
+
+def _name(result: int) -> str:
+    try:
+        return str(driver().CUresult(result).name)
+    except ValueError:
+        return f"error {result}, which this cuda.bindings does not know"
 
 
 def current_stream(device: int) -> int:
@@ -137,32 +188,58 @@ def current_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Held:
     tensor: Tensor
+    count: int  # of its elements
+    address: int
     capture: int | None  # of which graph capture, if any
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.scratch: dict[tuple[int, int, str], _Held] = {}  # by device, stream and purpose
+
+
+_local = _Local()
 
 
 def scratch_floats(device: int, count: int, purpose: str) -> Tensor:  # fp32 [≥ count]
     """Scratch of the device's current stream for one purpose, kept and only ever grown; contents are undefined."""
-    return _scratch(device, count, purpose, torch.empty, torch.float32)
+    return _scratch(device, *_here(device), count, purpose).tensor
 
 
 def scratch_counters(device: int, count: int) -> Tensor:  # int32 [≥ count]
     """Counters at zero, which kernels leave at zero."""
-    return _scratch(device, count, "counters", torch.zeros, torch.int32)
+    return _scratch(device, *_here(device), count, "counters").tensor
 
 
-def _scratch(device: int, count: int, purpose: str, make: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
-    kept: dict[tuple[int, int, str], _Held] = _local.__dict__.setdefault("scratch", {})
+def scratch_addresses(device: int, floats: int, counters: int) -> tuple[int, int]:
+    """Where both lie, partial sums and counters: the same with one look at the stream, for small products."""
+    stream, capture = _here(device)
+    partial = _scratch(device, stream, capture, floats, "partial")
+    return partial.address, _scratch(device, stream, capture, counters, "counters").address
+
+
+def _here(device: int) -> tuple[int, int | None]:
+    """The device's current stream, and which graph capture it is in, if any."""
     stream = current_stream(device)
-    with torch.cuda.device(device):
-        capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else None
+    if torch._C._cuda_getDevice() == device:  # the question is about the current device's
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+    else:
+        with torch.cuda.device(device):
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
+    return stream, _capture(stream) if capturing else None
+
+
+def _scratch(device: int, stream: int, capture: int | None, count: int, purpose: str) -> _Held:
+    kept = _local.scratch
     held = kept.get((device, stream, purpose))
-    if held is None or held.capture != capture or held.tensor.numel() < count:
-        held = _Held(make(count, dtype=dtype, device=torch.device("cuda", device)), capture)
-        kept[device, stream, purpose] = held
-    return held.tensor
+    if held is None or held.capture != capture or held.count < count:
+        make, dtype = (torch.zeros, torch.int32) if purpose == "counters" else (torch.empty, torch.float32)
+        made = make(count, dtype=dtype, device=torch.device("cuda", device))
+        held = kept[device, stream, purpose] = _Held(made, count, made.data_ptr(), capture)
+    return held
 
 
 def _capture(stream: int) -> int:
