@@ -16,6 +16,7 @@ from tests.parity.cuda_cases import (
     check,
     error,
     large_weight,
+    needs_room,
     plain_error,
     want64,
     weight,
@@ -23,7 +24,7 @@ from tests.parity.cuda_cases import (
 )
 
 import tinyloop as tl
-from tinyloop import devices, ops
+from tinyloop import ops
 from tinyloop.cuda import gemm, hopper, launch, paths, run
 from tinyloop.cuda.config import Config, HopperConfig, choose, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
@@ -86,11 +87,6 @@ def int4_products() -> list[Product]:
     """The kernels on the device format as this GPU has them, each asked for by itself."""
     on_hopper: list[Product] = [hopper.product] if torch.cuda.get_device_capability() == HOPPER else []
     return [gemm.product, *on_hopper, pair_of_kernels, unpacked]
-
-
-def needs_room(gigabytes: int) -> None:
-    if devices.memory(torch.device("cuda", torch.cuda.current_device())) < gigabytes * 10**9:
-        pytest.skip(f"this GPU has less than {gigabytes} GB free")
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["centred", "mean 1"])

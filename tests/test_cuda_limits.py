@@ -25,6 +25,7 @@ from tests.parity.cuda_cases import (
     check,
     error,
     large_weight,
+    needs_room,
     want64,
     weight,
     whole_activations,
@@ -32,7 +33,6 @@ from tests.parity.cuda_cases import (
 )
 
 import tinyloop as tl
-from tinyloop import devices
 from tinyloop.cuda import gemm, hopper, launch, paths, run
 from tinyloop.cuda.config import Config, HopperConfig, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
@@ -46,11 +46,6 @@ ROOT = Path(__file__).parents[1]
 RAGGED = (1, 17, 63, 65, 129, 257)  # rows: fewer than a tile's, and about the edges of every tile
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
 needs_hopper = chain.needs(None if on_hopper else "no GPU of capability 9.0")
-
-
-def needs_room(gigabytes: int) -> None:
-    if devices.memory(torch.device("cuda", torch.cuda.current_device())) < gigabytes * 10**9:
-        pytest.skip(f"this GPU has less than {gigabytes} GB free")
 
 
 def in_new_thread(act: Callable[[], Any]) -> Any:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from tests.helpers import random_quant_weight
 
+from tinyloop import devices
 from tinyloop.weight import QuantWeight
 
 Tensor = torch.Tensor
@@ -70,6 +72,12 @@ def error(y: Tensor, want: Tensor) -> float:
 def plain_error(x: Tensor, W: Tensor, want: Tensor) -> float:
     """The error of torch's product with the dequantised weight in x's dtype."""
     return error(x @ W.to(x.dtype), want)
+
+
+def needs_room(gigabytes: int) -> None:
+    """Skips the test where the GPU has not so much memory."""
+    if devices.memory(torch.device("cuda", torch.cuda.current_device())) < gigabytes * 10**9:
+        pytest.skip(f"this GPU has less than {gigabytes} GB free")
 
 
 def check(w: QuantWeight, x: Tensor, y: Tensor) -> None:
