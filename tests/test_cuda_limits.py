@@ -78,7 +78,7 @@ def case(K: int, N: int, G: int) -> tuple[QuantWeight, MarlinWeight]:
 
 def check_tile(product: Callable[[Tensor, MarlinWeight], Tensor], canaries: Canaries, cut: bool) -> None:
     """Ragged rows and columns, and KER-06: M = 16, K = N = 4096."""
-    for M, K, N in (*((M, 2048, 328) for M in RAGGED), (16, 4096, 4096)):
+    for M, K, N in (*((M, 2048, 328) for M in RAGGED), (130, 2048, 331), (16, 4096, 4096)):
         w, m = case(K, N, 128)
         x = activations(M, K, 0.0, torch.float16)
         y = product(x, m)
@@ -217,7 +217,10 @@ def test_shp04_shp06_sizes_of_models(K: int) -> None:
             x = activations(M, K, 0.0, torch.float16)
             y = tl.quant_gemm(x, p)
             assert list(y.shape) == [M, N]
-            check(w, x, y)
+            if M * N < 500:  # two errors of so few values are alike in size only roughly
+                assert error(y, want64(x, w)) < 2e-3
+            else:
+                check(w, x, y)
 
 
 @needs_hopper

@@ -6,8 +6,9 @@
     --rows 3,70    numbers of rows of x; racecheck is slow, and each number of rows is a run of all tiles
     --apart        without launches that overlap
 
-By default a tool stops printing after some reports; 0 lifts that limit, so that what it prints is all it found. The
-last lines name each kernel with the number of its launches: what a clean report is a report of.
+With PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees each tensor by itself, where else it sees torch's large blocks. By
+default a tool stops printing after some reports; 0 lifts that limit, so that what it prints is all it found. The last
+lines name each kernel with the number of its launches: what a clean report is a report of.
 
 exit status   0  all right    1  a wrong value    77  no GPU to try it on
 """
