@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.parity import chain
-from tests.parity.cuda_cases import DTYPES, activations, error, plain_error, want64, weight
+from tests.parity.cuda_cases import (
+    DTYPES,
+    activations,
+    check,
+    error,
+    large_weight,
+    needs_room,
+    plain_error,
+    want64,
+    weight,
+    whole_weight,
+)
 
 import tinyloop as tl
 from tinyloop import ops
-from tinyloop.cuda import gemm, hopper, launch, paths
-from tinyloop.cuda.config import Config, HopperConfig, hopper_variants, variants
+from tinyloop.cuda import gemm, hopper, launch, paths, run
+from tinyloop.cuda.config import Config, HopperConfig, choose, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.errors import InputError
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import pack
+from tinyloop.quantize import QuantSpec
+from tinyloop.quantize.gptq import nearest
 from tinyloop.weight import QuantWeight
 
 pytestmark = [pytest.mark.gpu, chain.needs(chain.gpu())]
@@ -29,11 +44,7 @@ SHAPES = [(2048, 2048, 128), (1000, 1000, 96), (4304, 64, 32), (520, 72, -1), (2
 needs_hopper = chain.needs(
     None if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER else "no GPU of capability 9.0"
 )
-
-
-def check(w: QuantWeight, x: Tensor, y: Tensor) -> None:
-    want = want64(x, w)
-    assert error(y, want) <= 1.2 * plain_error(x, w.dequantize(torch.float32), want)
+needs_two_gpus = chain.needs(None if torch.cuda.device_count() > 1 else "one GPU: what needs a second was not tried")
 
 
 def check_around(rows: int, dtype: torch.dtype, product: Product) -> None:
@@ -59,6 +70,23 @@ def test_every_tile(config: Config, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("config", hopper_variants(), ids=str)
 def test_every_hopper_tile(config: HopperConfig, dtype: torch.dtype) -> None:
     check_around(config.BM, dtype, lambda x, m: hopper.product(x, m, config=config))
+
+
+def pair_of_kernels(x: Tensor, m: MarlinWeight) -> Tensor:
+    """The reference composition, which a weight with one group has too."""
+    y = torch.empty(x.shape[0], m.N, dtype=x.dtype, device=x.device)
+    assert run.mm_asymmetric(x, m, y) is run.Status.OK
+    return y
+
+
+def unpacked(x: Tensor, m: MarlinWeight) -> Tensor:
+    return torch.nn.functional.linear(x, paths.unpack(m, x.dtype))
+
+
+def int4_products() -> list[Product]:
+    """The kernels on the device format as this GPU has them, each asked for by itself."""
+    on_hopper: list[Product] = [hopper.product] if torch.cuda.get_device_capability() == HOPPER else []
+    return [gemm.product, *on_hopper, pair_of_kernels, unpacked]
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["centred", "mean 1"])
@@ -130,14 +158,13 @@ def test_outputs_stay_between_canaries_and_inputs_are_not_read_beyond() -> None:
         store = torch.full((M, -(-K // 8) * 8 + 8), float("nan"), dtype=torch.float16, device="cuda")
         store[:, :K] = activations(M, K, 0.0, torch.float16)
         x = store[:, :K]
-        around = torch.full((M * N + 256,), 7.0, dtype=torch.float16, device="cuda")
-        y = around[128 : 128 + M * N].view(M, N)
-        gemm.product(x, m, out=y)
-        check(w, x, y)
-        assert bool((around[:128] == 7).all())
-        assert bool((around[128 + M * N :] == 7).all())
-        if torch.cuda.get_device_capability() == HOPPER:
-            check(w, x, hopper.product(x, m))
+        for product in [gemm.product] + [hopper.product] * (torch.cuda.get_device_capability() == HOPPER):
+            around = torch.full((M * N + 256,), 7.0, dtype=torch.float16, device="cuda")
+            y = around[128 : 128 + M * N].view(M, N)
+            assert product(x, m, out=y) is y
+            check(w, x, y)
+            assert bool((around[:128] == 7).all())
+            assert bool((around[128 + M * N :] == 7).all())
 
 
 def test_rows_of_any_stride() -> None:
@@ -153,23 +180,54 @@ def test_rows_of_any_stride() -> None:
     assert torch.equal(tl.quant_gemm(base[0, :520], p), tl.quant_gemm(base[:1, :520], p)[0])
 
 
+@pytest.mark.parametrize(
+    "shape", [(4096,), (1, 7, 4096), (7, 1, 4096), (2, 3, 5, 4096), (32, 16, 4096), (2, 0, 4096), (0, 4096)], ids=str
+)
+def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    """SHP-01, SHP-02, SHP-11: those of x but the last are those of y."""
+    p, K = pack(weight(4096, 72, 128)), shape[-1]
+    x = activations(torch.Size(shape).numel() // K, K, 0.0, torch.float16)
+    y = tl.quant_gemm(x.reshape(shape), p)
+    assert y.shape == (*shape[:-1], 72)
+    if y.numel():
+        assert torch.equal(y.reshape(-1, 72), tl.quant_gemm(x, p))
+
+
 @pytest.mark.parametrize("M", [65535, 65536, 65537, 131072])
 def test_many_rows(M: int) -> None:
-    """IDX-04, and the group sums' kernel with as many."""
+    """IDX-04, as rows of a matrix and as a batch, and the group sums' kernel with as many."""
     w = weight(128, 64, 128)
-    x = activations(M, 128, 0.0, torch.float16)
-    for y in (tl.quant_gemm(x, pack(w)), gemm.product(x, MarlinWeight.of(w)), paths.native(x, w, None)):
+    x, p = activations(M, 128, 0.0, torch.float16), pack(w)
+    products = [tl.quant_gemm(x, p), tl.quant_gemm(x[:, None], p)[:, 0], paths.native(x, w, None)]
+    for y in products + [product(x, MarlinWeight.of(w)) for product in int4_products()]:
         check(w, x[-100:], y[-100:])
         check(w, x[:100], y[:100])
     assert error(paths.group_sums(x, 128)[:, 0], x.double().sum(1)) < 1e-6
 
 
 def test_more_outputs_than_31_bits_count() -> None:
-    """IDX-02: 4.3 GB of them."""
+    """IDX-02: 4.3 GB of them, from every kernel."""
+    needs_room(40)
     w = weight(128, 128256, 128)
-    x = activations(16745, 128, 0.0, torch.float16)
-    for y in (gemm.product(x, MarlinWeight.of(w)), tl.quant_gemm(x, pack(w))):
-        check(w, x[-3:], y[-3:])
+    p, m, x = pack(w), MarlinWeight.of(w), activations(16745, 128, 0.0, torch.float16)
+    others: list[Product] = [lambda x, m: tl.quant_gemm(x, p), lambda x, m: paths.native(x, w, None)]
+    rows = torch.tensor([0, 1, 8191, 16742, 16743, 16744], device="cuda")
+    for product in int4_products() + others:
+        check(w, x[rows], product(x, m)[rows])
+    y, want = gemm.product(x, m, pair=(m, None))[rows], want64(x[rows], w)
+    plain = x[rows] @ w.dequantize(torch.float16)
+    silu = torch.nn.functional.silu
+    assert error(y, silu(want) * want) <= 1.2 * error(silu(plain) * plain, silu(want) * want)
+
+
+def test_ker05_more_rows_than_a_grid_has_in_y() -> None:
+    needs_room(20)
+    w = large_weight(256, 7168, 128)
+    p, m, x = pack(w), MarlinWeight.of(w), activations(131072, 256, 0.0, torch.float16)
+    for product in [*int4_products(), lambda x, m: tl.quant_gemm(x, p)]:
+        y = product(x, m)
+        check(w, x[:100], y[:100])
+        check(w, x[-100:], y[-100:])
 
 
 def test_repeats_are_bitwise_equal() -> None:
@@ -180,6 +238,38 @@ def test_repeats_are_bitwise_equal() -> None:
         x = activations(M, 16384, 0.0, torch.bfloat16)
         first = tl.quant_gemm(x, p)
         assert all(torch.equal(tl.quant_gemm(x, p), first) for _ in range(50))
+
+
+@pytest.mark.parametrize(("M", "N"), [(16, 256), (33, 512), (48, 512), (64, 512)])
+def test_ker01_a_thousand_repeats(M: int, N: int) -> None:
+    """Compared on the GPU, so that launches follow each other closely."""
+    m, x = MarlinWeight.of(weight(512, N, 128)), activations(M, 512, 0.0, torch.float16)
+    for product in int4_products():
+        first, wrong = product(x, m), torch.zeros(1, dtype=torch.bool, device="cuda")
+        for _ in range(1000):
+            wrong |= (product(x, m) != first).any()
+        assert not bool(wrong)
+
+
+def test_ker08_a_row_alone_and_among_others() -> None:
+    """With one tile and one way to cut K, a row's value is the same bits in any batch and at any place in it. Dispatch
+    takes another tile for another number of rows, and then only the errors are alike."""
+    w = weight(4096, 328, 128)
+    p, m, x = pack(w), MarlinWeight.of(w), activations(257, 4096, 0.0, torch.float16)
+    fold, decode = (replace(choose(M, m.Np, m.Kp, launch.chip(0)), splits=4) for M in (16, 64))
+    assert (fold.DECODE, decode.DECODE) == (False, True)
+    products: list[Product] = [
+        lambda x, m: gemm.product(x, m, config=fold), lambda x, m: gemm.product(x, m, config=decode),
+        lambda x, m: paths.native(x, w, None),
+    ]  # fmt: skip
+    if torch.cuda.get_device_capability() == HOPPER:
+        products.append(lambda x, m: hopper.product(x, m, config=HopperConfig(64, 1, least=1 << 20)))
+    for product in products:
+        alone = torch.cat([product(x[r : r + 1], m) for r in range(257)])
+        for first, M in ((0, 2), (0, 16), (3, 17), (0, 64), (9, 64), (0, 257)):
+            assert torch.equal(product(x[first : first + M], m), alone[first : first + M])
+    for M in (1, 2, 16, 17, 64, 257):
+        check(w, x[:M], tl.quant_gemm(x[:M], p))
 
 
 def test_exact_cases() -> None:
@@ -202,22 +292,119 @@ def test_exact_cases() -> None:
         assert bool((tl.quant_gemm(x, pack(w, device="cuda")) == 896).all())
 
 
-def test_large_activations_in_bf16() -> None:
-    """NUM-08: one value beyond fp16, at every branch of the dispatcher."""
-    w = weight(512, 64, 128)
+def test_num04_halves_that_are_huge_and_opposite() -> None:
+    """W = 0 from codes 0: the symmetric half and the correction are beyond fp16 each, in every kernel."""
+    zero = torch.zeros(32, 72)
+    w = QuantWeight.from_codes(torch.zeros(4096, 72, dtype=torch.uint8), zero + 2**-6, zero, 128).to("cuda")
+    m, p = MarlinWeight.of(w), pack(w)
+    for M in (1, 16, 64, 256, 1024):
+        x = torch.full((M, 4096), 256.0, dtype=torch.float16, device="cuda")
+        for y in [tl.quant_gemm(x, p), *(product(x, m) for product in int4_products())]:
+            assert bool((y == 0).all())
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.296875], ids=["60,000", "71,250"])
+def test_num07_one_large_input(scale: float) -> None:
+    """A down projection with one input of 3e4, whose weight is ±8·scale: finite as far as fp16 goes, then infinite of
+    the right sign, never NaN."""
+    K, N, large, groups = 27648, 64, 1000, 27648 // 128
+    g = torch.Generator().manual_seed(0)
+    q, z = torch.randint(0, 16, (K, N), generator=g, dtype=torch.uint8), torch.full((groups, N), 7.5)
+    scales, odd = torch.full((groups, N), 2.0**-11), torch.arange(N) % 2 == 1
+    z[large // 128], scales[large // 128] = torch.where(odd, 7.0, 8.0), scale
+    q[large // 128 * 128 : large // 128 * 128 + 128] = torch.where(odd, 7, 8).to(torch.uint8)  # W = 0
+    q[large] = torch.where(odd, 15, 0).to(torch.uint8)
+    w = QuantWeight.from_codes(q, scales, -z * scales, 128).to("cuda")
+    p, kept, sign = pack(w), pack(w, keep_dense=True), torch.where(odd, 1.0, -1.0).cuda()
+    for M in (1, 8, 50, 51, 64, 600):
+        x = activations(M, K, 0.0, torch.float16)
+        x[:, large] = 3e4
+        want = want64(x, w)
+        assert bool((want.abs() < 61000).all() if scale == 0.25 else (want.abs() > 70000).all())
+        for y in (tl.quant_gemm(x, p), tl.quant_gemm(x, kept), tl.quant_gemm(x, p, exact_int4=True)):
+            if scale == 0.25:
+                assert float((y.double() - want).abs().max()) <= 32  # a unit of fp16's last place
+            else:
+                assert bool((y == sign * float("inf")).all())
+
+
+def units_off(y: Tensor, want: Tensor, x: Tensor) -> float:
+    """Units of the last place in bf16 by which y is off, beyond what sums in fp32 may lose where |W| < 1."""
+    unit = torch.exp2(want.abs().log2().floor() - 7).clamp_min(2**-14)
+    lost = 2**-22 * x.double().abs().sum(1, keepdim=True)
+    off = float((((y.double() - want).abs() - lost) / unit).max())
+    return off if off == off else float("inf")
+
+
+def test_num08_large_activations_in_bf16() -> None:
+    """One value beyond fp16, at every branch of the dispatcher and on a kept dense copy: within a unit of the last
+    place, or as torch's own product. W is exact in bf16."""
+    w = whole_weight(512, 64, 128)
+    W, bias = w.dequantize(torch.bfloat16).t().contiguous(), w.bias.to(torch.bfloat16)
     for M in (1, 63, 64, 65, 1024):
         x = activations(M, 512, 0.0, torch.bfloat16)
         x[0, 0] = 131072.0
-        check(w, x, tl.quant_gemm(x, pack(w)))
+        want = want64(x, w)
+        plain = units_off(torch.nn.functional.linear(x, W, bias), want, x)
+        for p in (pack(w), pack(w, keep_dense=True)):
+            assert units_off(tl.quant_gemm(x, p), want, x) <= max(1, plain)
 
 
-def test_current_stream() -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_num10_groups_of_tiny_weights(dtype: torch.dtype) -> None:
+    """Beside a normal group: what every kernel makes of them is off by less than the group's own range."""
+    g = torch.Generator().manual_seed(0)
+    W = torch.randn(512, 72, generator=g)
+    sizes = (1e-7, 1e-6, 3e-5)
+    for i, size in enumerate(sizes, 1):
+        W[128 * i : 128 * (i + 1)] = size * torch.randint(0, 2, (128, 72), generator=g).mul(2).sub(1)
+    p = pack(nearest(W, QuantSpec(group_size=128)), device="cuda")
+    x = torch.eye(512, device="cuda", dtype=dtype)
+    for M in (1, 8, 32, 64, 512):
+        y = torch.cat([tl.quant_gemm(rows, p) for rows in torch.split(x, M)]).float().cpu()
+        off = (y - W).abs()
+        assert bool((off[:128] <= W[:128].max(0).values - W[:128].min(0).values).all())
+        for i, size in enumerate(sizes, 1):
+            assert float(off[128 * i : 128 * (i + 1)].max()) <= 2 * size
+
+
+def test_lay03_dtypes_of_activations() -> None:
+    """fp32 is served, in fp32; what else is no 16-bit float is refused by name."""
+    w = weight(128, 64, 128)
+    x = activations(3, 128, 0.0, torch.float16)
+    y = tl.quant_gemm(x.float(), pack(w))
+    assert y.dtype == torch.float32
+    assert error(y, want64(x, w)) < 1e-6
+    for dtype in (torch.float64, torch.int8, torch.int64):
+        with pytest.raises(InputError, match=rf"x is {dtype}; activations are float32, bfloat16 or float16"):
+            tl.quant_gemm(x.to(dtype), pack(w))
+
+
+def test_lay04_lay05_a_layer_moves_there_and_back() -> None:
+    """From a bf16 layer on the GPU: its state is canonical, so moving changes no bit of it."""
+    linear = torch.nn.Linear(256, 72, dtype=torch.bfloat16, device="cuda")
+    layer = tl.QuantLinear.from_linear(linear, QuantSpec(group_size=64))
+    assert layer.weight.dtype == torch.bfloat16
+    state = {name: t.clone() for name, t in layer.state_dict().items()}
+    x = activations(5, 256, 0.0, torch.bfloat16)
+    with torch.no_grad():
+        y = layer(x)
+        check(layer.quant_weight, x, y)
+        there = layer.cpu()
+        assert error(there(x.cpu()).cuda(), y.double()) < 1e-2
+        back = there.cuda()
+        assert torch.equal(back(x), y)
+    assert all(torch.equal(t, state[name]) for name, t in back.state_dict().items())
+
+
+@pytest.mark.parametrize("M", [16, 100, 600])
+def test_current_stream(M: int) -> None:
     """DEV-02: what is written on a side stream after a long kernel is what the product reads."""
     w = weight(1024, 256, 128)
     p, side = pack(w), torch.cuda.Stream()
     for i in range(100):
-        x = torch.zeros(16, 1024, dtype=torch.float16, device="cuda")
-        new = activations(16, 1024, 0.0, torch.float16, seed=i)
+        x = torch.zeros(M, 1024, dtype=torch.float16, device="cuda")
+        new = activations(M, 1024, 0.0, torch.float16, seed=i)
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             torch.cuda._sleep(200_000)
@@ -307,13 +494,39 @@ def test_wrong_devices_and_types() -> None:
         tl.quant_gemm(torch.zeros(1, 128, dtype=torch.int8, device="cuda"), pack(w))
 
 
-@chain.needs(None if torch.cuda.device_count() > 1 else "one GPU")
+@needs_two_gpus
 def test_the_second_gpu() -> None:
-    """DEV-01: device 0 is current, all tensors are on the other."""
-    w = weight(8192, 256, 128).to("cuda:1")
+    """DEV-01: device 0 is current and has just been used, all tensors are on the other."""
+    here = weight(8192, 256, 128)
+    w = here.to("cuda:1")
+    m, p = MarlinWeight.of(w), pack(w)
     for M in (1, 16, 64, 600):
-        x = activations(M, 8192, 0.0, torch.float16).to("cuda:1")
-        check(w, x, tl.quant_gemm(x, pack(w)))
+        x = activations(M, 8192, 0.0, torch.float16)
+        check(here, x, tl.quant_gemm(x, pack(here)))
+        x = x.to("cuda:1")
+        for y in [tl.quant_gemm(x, p), *(product(x, m) for product in int4_products()), paths.native(x, w, None)]:
+            assert y.device == x.device
+            check(w, x, y)
+        with ThreadPoolExecutor(1) as new_thread:
+            assert torch.equal(new_thread.submit(tl.quant_gemm, x, p).result(), tl.quant_gemm(x, p))
+    assert torch.cuda.current_device() == 0
+
+
+@needs_two_gpus
+def test_two_gpus_do_not_mix() -> None:
+    """DEV-01 and KER-10: refused by name, or a status; a launch that fails on one leaves the other as it was."""
+    w, other = weight(512, 64, 128), weight(512, 64, 128).to("cuda:1")
+    x, y = activations(4, 512, 0.0, torch.float16), torch.empty(4, 64, dtype=torch.float16, device="cuda:1")
+    for product in (tl.quant_gemm, lambda x, p: ops.quant_swiglu(x, pack(w), p)):
+        with pytest.raises(InputError, match="x is on cuda:0, the weight on cuda:1; move one of them"):
+            product(x, pack(other))
+    assert run.mm_asymmetric(x, MarlinWeight.of(other), y) is run.Status.NOT_CUDA
+    assert run.mm_asymmetric(x, MarlinWeight.of(w), y) is run.Status.NOT_CUDA
+    with pytest.raises(launch.LaunchError):
+        launch.Launcher("correction", "a_group_sum", {"BF16": 0, "COLUMN": 0}, 1, 2048)(launch.Arguments(), 1)
+    assert torch.cuda.current_device() == 0
+    check(w, x, tl.quant_gemm(x, pack(w)))
+    check(other, x.to("cuda:1"), tl.quant_gemm(x.to("cuda:1"), pack(other)))
 
 
 def test_bare_weight_and_dense_cache() -> None:

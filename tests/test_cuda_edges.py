@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +18,9 @@ import torch
 import tinyloop as tl
 from helpers import random_quant_weight
 from tinyloop import dispatch, ops, torch_op
-from tinyloop.cuda import launch, run
-from tinyloop.cuda.config import Chip
+from tinyloop.cuda import gemm, hopper, launch, run
+from tinyloop.cuda.config import CHUNK, KINDS, Chip, Config, choose, choose_hopper
+from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import PackedWeight
 from tinyloop.weight import DenseWeight, QuantWeight
 
@@ -167,3 +171,73 @@ def test_a_new_thread_gets_the_context(monkeypatch: pytest.MonkeyPatch, bound: i
     monkeypatch.setattr(launch, "driver", lambda: api)
     launch.bind_thread(1)
     assert asked == ([] if bound else [("retain", 1), ("set", 41)])
+
+
+def test_a_tensor_map_is_encoded_in_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first call of the driver in a product, so a new thread has no context from a launch yet."""
+    did = list[str]()
+    kinds = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16=9, CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6)
+    code = ctypes.create_string_buffer(b"map", 128)
+    api = SimpleNamespace(
+        CUtensorMapDataType=kinds, cuuint32_t=int, cuuint64_t=int,
+        CUtensorMapInterleave=SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0),
+        CUtensorMapSwizzle=SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3),
+        CUtensorMapL2promotion=SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3),
+        CUtensorMapFloatOOBfill=SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0),
+        cuTensorMapEncodeTiled=lambda *of: (did.append(f"encode {of[3]}"),
+                                            (0, SimpleNamespace(getPtr=lambda: ctypes.addressof(code))))[1],
+    )  # fmt: skip
+    monkeypatch.setattr(hopper, "driver", lambda: api)
+    monkeypatch.setattr(hopper, "bind_thread", lambda device: did.append(f"bind {device}"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    x: Any = SimpleNamespace(
+        dtype=torch.float16, shape=(5, 64), stride=lambda i: 64, data_ptr=lambda: 4096, device=torch.device("cuda", 1)
+    )
+    hopper._encoded.cache_clear()
+    assert hopper._tensor_map(x, 64)[:3] == b"map"
+    hopper._encoded.cache_clear()
+    assert did == ["bind 1", "encode [64, 5]"]
+
+
+def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes beyond 2³¹ and 2³² reach the allocator as they are, and what the kernel is told in 32 bits stays small."""
+    asked, launched = list[tuple[int, str]](), list[tuple[Any, int]]()
+
+    class Fake:
+        device = 0
+
+        def __call__(self, arguments: Any, blocks: int) -> None:
+            launched.append((arguments.p, blocks))
+
+    def floats(device: int, count: int, purpose: str) -> torch.Tensor:
+        asked.append((count, purpose))
+        return torch.empty(0)
+
+    monkeypatch.setattr(gemm, "_launcher", lambda *of: Fake())
+    monkeypatch.setattr(gemm, "scratch_floats", floats)
+    monkeypatch.setattr(gemm, "scratch_counters", lambda device, count: torch.empty(0))
+    N, K = 8256, 1024
+    parts = ((K // 16, 2 * N), torch.int32), ((8, N), torch.float16), ((8, N), torch.float32)
+    w = MarlinWeight(*(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parts), K, N, 128)
+    config = Config(8, 1, 4, 1, 4, True, splits=16)
+    for M, bits in ((16400, 31), (32800, 32), (1 << 22, 38)):
+        gemm.product(torch.empty(M, K, dtype=torch.float16, device="meta"), w, config=config)
+        tiles = -(-M // 64) * 33
+        assert asked[-1] == (tiles * 16 * 64 * 256, "partial")
+        assert asked[-1][0] > 1 << bits
+        p, blocks = launched[-1]
+        assert (p.M, p.row_tiles, p.splits, blocks) == (M, -(-M // 64), 16, 16 * tiles)
+
+
+def test_perf03_scratch_is_small_whatever_the_problem() -> None:
+    """Sums of slices or pieces exist for about as many tiles as a chip has multiprocessors, and no more."""
+    rows = (1, 8, 16, 33, 64, 65, 128, 129, 257, 4096, 1 << 20)
+    for M, N, K in itertools.product(rows, (64, 4096, 28672, 128256), (128, 4096, 1 << 17)):
+        for on in KINDS:
+            for pair in (False, True):
+                c = choose(M, N, K, on, pair)
+                tiles = -(-M // c.rows) * -(-N * (2 if pair else 1) // c.columns)
+                assert (c.splits > 1) * tiles * c.splits * c.rows * c.columns * 4 < 32 << 20
+        tile = choose_hopper(M, N)
+        work = tile.schedule(-(-M // tile.BM) * -(-N // tile.columns), K // CHUNK, 132)
+        assert 2 * work.pieces * tile.BM * tile.columns * 4 < 64 << 20

@@ -175,6 +175,21 @@ def test_room_is_asked_for_before_anything_moves(monkeypatch: pytest.MonkeyPatch
         model.new_cache(2, 10)
 
 
+@pytest.mark.usefixtures("elsewhere")
+def test_dsp04_strict_mode_is_asked_at_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the name of the first weight that cannot follow it, before anything moves; on a CPU it asks nothing."""
+    monkeypatch.setenv(dispatch.USE_MARLIN, "require")
+    old = Chip("old", (7, 5), 40, 64 << 10, 1 << 33)
+    monkeypatch.setattr(dispatch, "chip", lambda device: old)
+    path = tl.save(tiny_checkpoint(), tmp_path / "m.tinyloop")
+    tl.load(path)
+    with pytest.raises(InputError, match=r"^embed: M=1 K=64 N=272 on meta would take .*: old has compute capability 7"):
+        tl.load(path, device="meta")
+    monkeypatch.setattr(dispatch, "chip", lambda device: Chip("new", (8, 0), 100, 163 << 10, 1 << 34))
+    model = tl.load(path, device="meta")
+    assert all("device format" in w.layouts for w in model.weights.values())
+
+
 def test_cli_names_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 

@@ -265,8 +265,9 @@ def test_use_marlin(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool
 )  # fmt: skip
 def test_rubbish_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, ask: Any, value: str) -> None:
     monkeypatch.setenv(name, value)
+    strict = " nor 'require'" if name == dispatch.USE_MARLIN else ""
     with pytest.raises(
-        tl.InputError, match=rf"^{name}='{value}' is neither '0' nor '1'; set one of them, or unset it$"
+        tl.InputError, match=rf"^{name}='{value}' is neither '0' nor '1'{strict}; set one of them, or unset it$"
     ):
         ask()
 
@@ -280,10 +281,65 @@ def test_what_is_said_in_code_goes_before_the_environment(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("value", [1, 0, "1", "off", 1.0])
 def test_set_marlin_dispatch_takes_truth_values(value: Any) -> None:
     with pytest.raises(
-        tl.InputError, match=r"^set_marlin_dispatch\(.*\): give True, False, or None to follow TINYLOOP"
+        tl.InputError, match=r"^set_marlin_dispatch\(.*\): give True, False, 'require', or None to follow TINYLOOP"
     ):
         tl.set_marlin_dispatch(value)
     assert dispatch.use_marlin() is True
+
+
+REQUIRED = {
+    "fp32": ({"dtype": F32}, HOPPER, "native", "activations are float32"),
+    "exact": ({"exact": True}, AMPERE, "native", "exact_int4 asks for fp32 arithmetic, tensor cores"),
+    "old": ({}, CHIPS["7.5"], "dense", TURING),
+    "no cuda.core": ({"M": 64}, BARE, "dense", str(BARE.missing)),
+    "no device format": ({"M": 64, "unpackable": "no groups of 48"}, HOPPER, "dense", "no groups of 48"),
+    "an iteration": ({"channel": "frac4", "iteration": 1}, HOPPER, "cross_iter", "rounds on its own"),
+}
+
+
+@pytest.mark.parametrize("case", REQUIRED)
+def test_dsp04_strict_mode_refuses_to_be_slow(case: str) -> None:
+    """All reasons once each, and the way out; what is not strict gets the kernel that is named."""
+    changes, on, kernel, text = REQUIRED[case]
+    p = problem(**changes)
+    assert plan(p, on).kernel == kernel
+    with pytest.raises(tl.InputError) as refused:
+        plan(dataclasses.replace(p, require=True), on)
+    said = str(refused.value)
+    assert said.startswith(f"M={p.M} K=2048 N=6144 on cuda:0 would take the kernel {kernel}, and TINYLOOP_USE_MARLIN=")
+    assert said.count(text) == 1
+    assert "fp16_cache: no dense copy is kept; " in said
+    assert said.endswith("allow slower kernels with TINYLOOP_USE_MARLIN=1 or set_marlin_dispatch(True)")
+
+
+def test_strict_mode_changes_nothing_where_the_path_is_taken() -> None:
+    """Nor for weights that are not of 4 bits, nor on a CPU."""
+    strict = functools.partial(dataclasses.replace, require=True)
+    for p, on, kernel in CHOSEN.values():
+        if kernel in (*INT4_KERNELS, "fp16_cache") or p.bits != 4:
+            assert plan(strict(p), on) == plan(p, on)
+    here = problem(dtype=F32, device="cpu")
+    assert plan(strict(here)) == plan(here)
+
+
+def test_strict_mode_from_the_environment_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.USE_MARLIN, "require")
+    w, here = Elsewhere(random_quant_weight(256, 96, 64, seed=0)), random_quant_weight(256, 96, 64, seed=0)
+    assert dispatch.use_marlin() is True
+    assert ops.problem(w, 5, BF16).require
+    assert tl.quant_gemm(torch.ones(2, 256), here).shape == (2, 96)
+    tl.set_marlin_dispatch(True)
+    assert not ops.problem(w, 5, BF16).require
+    monkeypatch.delenv(dispatch.USE_MARLIN)
+    tl.set_marlin_dispatch("require")
+    assert ops.problem(w, 5, BF16).require
+    assert not ops.problem(tl.pack(here), 5, BF16).require
+
+
+def test_strict_mode_is_shown_by_explain_and_not_raised(gpu: Any) -> None:
+    gpu("9.0")
+    strict = problem(dtype=F32, require=True)
+    assert "native" in str(tl.explain(strict))
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), (None, False)])

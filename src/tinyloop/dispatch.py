@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import torch
 
 from .cuda.config import Chip
-from .dispatch_cuda import CUDA_KERNELS, Kernel, On
+from .dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, Kernel, On
 from .errors import InputError
 
 log = logging.getLogger("tinyloop")
@@ -32,7 +32,8 @@ PANEL_ROWS, PANEL_ROWS_FP32, PANEL_ROWS_UNKEPT = 4, 12, 24
 CROSS_ITER_ROUND = "TINYLOOP_CROSS_ITER_ROUND"
 USE_MARLIN = "TINYLOOP_USE_MARLIN"
 FP16_BODY = "TINYLOOP_EXPERIMENTAL_FP16_BODY"
-_marlin_dispatch: bool | None = None  # what set_marlin_dispatch said last
+REQUIRE = "require"
+_marlin_dispatch: bool | str | None = None  # what set_marlin_dispatch said last
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Problem:
     device: str = "cpu"  # or "cuda:0" …
     marlin: bool = True  # dispatch to the INT4 tensor-core path is on
     unpackable: str | None = None  # why the weight has no device format, or None
+    require: bool = False  # on a GPU, a 4-bit weight takes that path or a kept dense copy, or is refused
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,15 @@ def cross_iter_round() -> bool:
 
 def use_marlin() -> bool:
     """Whether products may take the INT4 tensor-core path: what `set_marlin_dispatch` said last, else what
-    TINYLOOP_USE_MARLIN says (1 or unset is on)."""
-    return _switch(USE_MARLIN, True) if _marlin_dispatch is None else _marlin_dispatch
+    TINYLOOP_USE_MARLIN says (1, require or unset is on)."""
+    return marlin_mode() is not False
+
+
+def marlin_mode() -> bool | str:
+    """`use_marlin`, with "require" where products of 4-bit weights on a GPU must take the path."""
+    if _marlin_dispatch is not None:
+        return _marlin_dispatch
+    return REQUIRE if os.environ.get(USE_MARLIN) == REQUIRE else _switch(USE_MARLIN, True, REQUIRE)
 
 
 def fp16_body() -> bool:
@@ -107,18 +116,23 @@ def fp16_body() -> bool:
     return _switch(FP16_BODY, False)
 
 
-def set_marlin_dispatch(on: bool | None) -> None:
-    """Switch the INT4 tensor-core path on or off for all models; None follows TINYLOOP_USE_MARLIN again."""
+def set_marlin_dispatch(on: bool | str | None) -> None:
+    """Switch the INT4 tensor-core path on or off for all models; None follows TINYLOOP_USE_MARLIN again.
+
+    "require" is on, and a product of a 4-bit weight on a GPU that would take neither the path nor a kept dense copy
+    raises InputError with the reasons, where else it would be computed on a slower kernel.
+    """
     global _marlin_dispatch
-    if not (on is None or isinstance(on, bool)):
-        raise InputError(f"set_marlin_dispatch({on!r}): give True, False, or None to follow {USE_MARLIN}")
+    if not (on is None or isinstance(on, bool) or (isinstance(on, str) and on == REQUIRE)):
+        raise InputError(f"set_marlin_dispatch({on!r}): give True, False, 'require', or None to follow {USE_MARLIN}")
     _marlin_dispatch = on
 
 
-def _switch(name: str, default: bool) -> bool:
+def _switch(name: str, default: bool, *others: str) -> bool:
     value = os.environ.get(name, "1" if default else "0")
     if value not in ("0", "1"):
-        raise InputError(f"{name}={value!r} is neither '0' nor '1'; set one of them, or unset it")
+        known = " nor ".join(map(repr, ("0", "1", *others)))
+        raise InputError(f"{name}={value!r} is neither {known}; set one of them, or unset it")
     return value == "1"
 
 
@@ -197,7 +211,10 @@ CPU_KERNELS: tuple[Kernel[Machine], ...] = (
 
 
 def plan(problem: Problem, on: Machine | Chip | None = None) -> Plan:
-    """The first kernel that does not refuse, and the refusals before it. `on` is by default the problem's device."""
+    """The first kernel that does not refuse, and the refusals before it. `on` is by default the problem's device.
+
+    Raises InputError where the problem requires the INT4 tensor-core path of a GPU and that is refused.
+    """
     if on is None:
         on = machine() if problem.device == "cpu" else chip(problem.device)
     return _plan_on_gpu(problem, on) if isinstance(on, Chip) else _first(CPU_KERNELS, problem, on)
@@ -206,7 +223,23 @@ def plan(problem: Problem, on: Machine | Chip | None = None) -> Plan:
 @functools.lru_cache(maxsize=1 << 12)  # a plan is 30 µs of refusals in words, and a launch 5
 def _plan_on_gpu(problem: Problem, on: Chip) -> Plan:
     chosen = _first(CUDA_KERNELS, problem, on)
+    if problem.require and problem.bits == 4 and chosen.kernel not in ("fp16_cache", *INT4_KERNELS):
+        raise InputError(_required(problem, chosen))
     return dataclasses.replace(chosen, config=_config(chosen.kernel, problem, on))
+
+
+def _required(p: Problem, chosen: Plan) -> str:
+    """What stands in the way of the path that is required, each reason once, and the way out."""
+    reasons: dict[str, list[str]] = {}
+    for kernel, reason in chosen.refused:
+        if kernel in ("fp16_cache", *INT4_KERNELS):
+            reasons.setdefault(reason, []).append(kernel)
+    refused = "; ".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in reasons.items())
+    return (
+        f"M={p.M} K={p.K} N={p.N} on {p.device} would take the kernel {chosen.kernel}, and {USE_MARLIN}=require or "
+        f"set_marlin_dispatch('require') allows the INT4 tensor-core path alone. Refused: {refused}. Remove the "
+        f"reasons, or allow slower kernels with {USE_MARLIN}=1 or set_marlin_dispatch(True)"
+    )
 
 
 def _first(table: Iterable[Kernel[On]], problem: Problem, on: On) -> Plan:

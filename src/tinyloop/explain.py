@@ -1,7 +1,7 @@
 """Which kernel runs for each weight at each number of rows, which were refused, and why: the dispatcher's plans, shown.
 
 In: a model, a `.tinyloop` file, or one `Problem`. Out: an `Explanation`, values that print as a table. Nothing is
-computed; a file is mapped, not read.
+computed; a file is mapped, not read. What `set_marlin_dispatch("require")` would refuse is shown like the rest.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Explanation:
 def explain(subject: Model | Problem | str | os.PathLike[str], rows: tuple[int, ...] = ROWS) -> Explanation:
     """The plans of every product in a model or a `.tinyloop` file for each number of rows, or of one problem."""
     if isinstance(subject, Problem):
-        p = subject
+        p = dataclasses.replace(subject, require=False)
         one = WeightPlans("problem", 1, p.K, p.N, p.G, p.bits, (plan(p),), p.channel)
         return Explanation(_name(subject.dtype), (subject.M,), (one,))
     if isinstance(subject, str | os.PathLike):
@@ -132,7 +132,7 @@ def _grouped(model: Model, rows: tuple[int, ...]) -> tuple[WeightPlans, ...]:
         if name == "embed" and not model.config.tie_word_embeddings:
             continue  # its rows are looked up, never multiplied
         w = model.weight(name, 0 if (model.config.loops or 1) > 1 else None)
-        problems = [problem(w, M, model.dtype) for M in rows]
+        problems = [dataclasses.replace(problem(w, M, model.dtype), require=False) for M in rows]
         p, plans = problems[0] if problems else problem(w, 1, model.dtype), tuple(map(plan, problems))
         groups.setdefault((_pattern(name), p.K, p.N, p.G, p.bits, plans, p.channel), []).append(name)
     patterns = [key[0] for key in groups]

@@ -33,8 +33,9 @@ def load(
     `fp16_body` keeps loop blocks dequantised on a GPU, memory for speed at many rows; None asks
     TINYLOOP_EXPERIMENTAL_FP16_BODY (1 is on).
 
-    Raises FormatError for a damaged or foreign file, InputError for a device or dtype that does not run here or a model
-    that the device has no room for.
+    Raises FormatError for a damaged or foreign file, InputError for a device or dtype that does not run here, a model
+    that the device has no room for, or one whose 4-bit weights cannot take a GPU's tensor-core path where
+    `set_marlin_dispatch("require")` asks for it.
     """
     where = devices.resolve(device)
     devices.dtype_on(where, dtype)  # refused before the file is read

@@ -131,7 +131,8 @@ class Model:
         """On a GPU: move weights there now in the form that products read, which else happens at the first product.
 
         `progress(done, total)` counts bytes on the GPU. Raises InputError, before anything moves, where they are more
-        than it has free.
+        than it has free, or where a 4-bit weight cannot take the tensor-core path and `set_marlin_dispatch("require")`
+        asks for it.
         """
         sizes = {name: self._bytes_there(name) for name in self.weights}
         done, total = 0, sum(sum(size) for size in sizes.values())
@@ -150,10 +151,18 @@ class Model:
         w, codes = self.weights[name], 0
         if name != "embed" or self.config.tie_word_embeddings:  # an embedding alone is looked up, not multiplied
             posed = problem(self.weight(name, 0 if (self.config.loops or 1) > 1 else None), 1, self.dtype)
+            self._check_required(name, posed)
             if int4_refusal(posed, dispatch.chip(self.device)) is None:
                 assert isinstance(w.weight, QuantWeight)
                 codes = packed_bytes(w.weight)
         return codes, w.weight.nbytes if name == "embed" or not codes else 0
+
+    def _check_required(self, name: str, posed: dispatch.Problem) -> None:
+        if posed.require:
+            try:
+                dispatch.plan(posed, dispatch.chip(self.device))
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
 
     def embed(self, tokens: Tensor) -> Tensor:  # int64 [...] → fp32 [..., D]
         return self.weights["embed"].canonical().columns(tokens).contiguous()

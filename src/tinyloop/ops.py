@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from .dispatch import Plan, Problem, machine, plan, use_marlin
+from .dispatch import REQUIRE, Plan, Problem, machine, marlin_mode, plan
 from .errors import InputError
 from .pack import PackedWeight, dense_product, pack
 from .weight import DenseWeight, LinearWeight, QuantWeight
@@ -32,8 +32,8 @@ def quant_gemm(
 
     A `PackedWeight` (see `pack`) keeps the layouts that make repeated products fast; a bare weight keeps nothing.
     `pack(w).at(i)` is the weight as loop iteration i rounds it, where it has a channel.
-    `exact_int4` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, and where
-    a gradient is expected.
+    `exact_int4` forbids arithmetic below fp32. Raises InputError for a wrong last dimension, dtype or device, where a
+    gradient is expected, and where `set_marlin_dispatch("require")` holds and the product cannot follow it.
     """
     if not isinstance(x, Tensor):
         raise InputError(f"x is {type(x).__name__}; activations are a torch tensor")
@@ -96,9 +96,10 @@ def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, ba
     else:
         G, bits = weight.group_size, weight.bits
     cpu = w.device.type == "cpu"
+    mode = True if cpu else marlin_mode()
     return Problem(
         M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact, w.channel, w.iteration,
-        str(w.device), cpu or use_marlin(), None if cpu else w.unpackable,
+        str(w.device), mode is not False, None if cpu else w.unpackable, mode == REQUIRE,
     )  # fmt: skip
 
 

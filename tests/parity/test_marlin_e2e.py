@@ -7,7 +7,9 @@ and the field's reference dimensions. Off means the native kernel: fp32 arithmet
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.parity import chain
 
 import tinyloop as tl
 from tinyloop import dispatch, ops
+from tinyloop.checkpoint import Checkpoint
 from tinyloop.config import Segment
 from tinyloop.cuda import run
 from tinyloop.dispatch_cuda import INT4_KERNELS
@@ -72,16 +75,63 @@ def test_trained_model(dtype: torch.dtype, tmp_path: Path, capsys: pytest.Captur
     assert drift(model, tokens, capsys) <= (0.002 if dtype == torch.float16 else 0.01)
 
 
-def test_reference_dimensions(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def reference() -> Checkpoint:
     """D 2048, FFN 8192, pre 2, loop 1 × 8, V 50257: a head that is no multiple of anything. Random weights."""
-    checkpoint = tiny_checkpoint(
+    return tiny_checkpoint(
         segments=(Segment("pre", 2), Segment("loop", 1, 8)), hidden=2048, intermediate=8192, heads=(32, 32), group=128,
         vocab_size=50257, tied=False, max_position_embeddings=2048,
     )  # fmt: skip
-    model = Model(checkpoint, device="cuda")
+
+
+def random_tokens() -> list[int]:
+    return torch.randint(0, 50257, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def test_reference_dimensions(reference: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model(reference, device="cuda")
     model.pack()
-    tokens = torch.randint(0, 50257, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert drift(model, tokens, capsys) <= 0.0067
+    assert drift(model, random_tokens(), capsys) <= 0.0067
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A model with or without its loop blocks kept dense."""
+
+    perplexity: float
+    score_seconds: float  # for TOKENS tokens, the fastest of five
+    tokens_per_second: float  # of 64 that are generated
+    nbytes: int  # that the model and its layouts hold on the GPU
+    body_cache: int
+
+    def __str__(self) -> str:
+        score = f"score of {TOKENS} tokens {1e3 * self.score_seconds:.1f} ms"
+        speed = f"generate {self.tokens_per_second:.0f} tokens/s"
+        return f"{score}, {speed}, {self.nbytes / 1e6:.0f} MB on the GPU, perplexity {self.perplexity:.3f}"
+
+
+def measured(checkpoint: Checkpoint, fp16_body: bool) -> Measured:
+    gc.collect()  # a model that is no longer used
+    tokens, before = random_tokens(), torch.cuda.memory_allocated()
+    model = Model(checkpoint, device="cuda", fp16_body=fp16_body)
+    model.pack()
+    perplexity, seconds = model.score(tokens).perplexity, list[float]()  # which warms up
+    for _ in range(5):
+        begin = time.perf_counter()
+        model.score(tokens)  # ends in a number of the host's, so the GPU is done
+        seconds.append(time.perf_counter() - begin)
+    speed = [model.generate(tokens[:16], 64).finish().tokens_per_second for _ in range(2)][1]
+    held = torch.cuda.memory_allocated() - before
+    return Measured(perplexity, min(seconds), speed, held, model.body_cache)
+
+
+def test_what_the_body_cache_gains(reference: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed: time and memory with TINYLOOP_EXPERIMENTAL_FP16_BODY and without it."""
+    without, cached = measured(reference, False), measured(reference, True)
+    with capsys.disabled():
+        print(f"\nbody cache off: {without}\nbody cache on:  {cached}")
+    assert abs(cached.perplexity / without.perplexity - 1) < 0.005
+    assert abs(cached.nbytes - without.nbytes - cached.body_cache) < 16 << 20
 
 
 def test_body_cache(caplog: pytest.LogCaptureFixture) -> None:

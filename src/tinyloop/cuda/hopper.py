@@ -10,7 +10,7 @@ import torch
 
 from ..marlin import MarlinWeight
 from .config import CHUNK, HopperConfig, choose_hopper
-from .launch import Arguments, Launcher, chip, driver, raise_for, scratch_counters, scratch_floats
+from .launch import Arguments, Launcher, bind_thread, chip, driver, raise_for, scratch_counters, scratch_floats
 
 Tensor = torch.Tensor
 _p, _i32 = ctypes.c_void_p, ctypes.c_int
@@ -36,10 +36,11 @@ def product(
     w: MarlinWeight,
     bias: Tensor | None = None,  # x's dtype [N]
     config: HopperConfig | None = None,
+    out: Tensor | None = None,  # x's dtype [M, N], contiguous, aligned to 16 bytes
 ) -> Tensor:  # x's dtype [M, N]
     """`x @ W + bias`."""
     M, device = x.shape[0], x.device.index
-    y = torch.empty(M, w.N, dtype=x.dtype, device=x.device)
+    y = torch.empty(M, w.N, dtype=x.dtype, device=x.device) if out is None else out
     if M == 0:
         return y
     sms = chip(device).multiprocessors
@@ -85,12 +86,14 @@ def _tensor_map(x: Tensor, rows: int) -> bytes:
     dtype = kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if x.dtype == torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     M, K = x.shape
     stride = x.stride(0) if M > 1 else -(-K // 8) * 8
-    return _encoded(dtype, x.data_ptr(), M, K, stride, rows)
+    return _encoded(dtype, x.data_ptr(), M, K, stride, rows, x.device.index)
 
 
 @functools.lru_cache(maxsize=256)
-def _encoded(dtype: Any, pointer: int, M: int, K: int, stride: int, rows: int) -> bytes:
+def _encoded(dtype: Any, pointer: int, M: int, K: int, stride: int, rows: int, device: int) -> bytes:
     d = driver()
+    with torch.cuda.device(device):
+        bind_thread(device)  # encoding wants a context, and comes before the first launch of a new thread
     u32, u64 = d.cuuint32_t, d.cuuint64_t
     result, encoded = d.cuTensorMapEncodeTiled(
         dtype, 2, pointer, [u64(K), u64(M)], [u64(2 * stride)], [u32(CHUNK), u32(rows)], [u32(1), u32(1)],
