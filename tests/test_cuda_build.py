@@ -117,10 +117,16 @@ def tensor_core_jobs() -> Iterator[Job]:
 
 
 def hopper_jobs() -> Iterator[Job]:
-    """All of them: few tiles, one chip, no PAIR and no SYMMETRIC."""
-    for tile in hopper_variants():
-        for flags in (f for f in flags_of(Config(1, 1, 1, 1, 2, True)) if not f["SYMMETRIC"]):
-            macros = hopper.defines(tile, **{k: bool(v) for k, v in flags.items() if k not in ("SYMMETRIC", "PAIR")})
+    """Every two values of two flags of a tile meet in it; where a cluster divides K, in two variants of it each."""
+    for i, tile in enumerate(hopper_variants()):
+        layouts = [(1, 0), (1, 1), (2, 0)] if tile.DEPTH == 64 else [(1, 0), (1, 1)]  # runs, COLUMN
+        two = (0, 1)
+        rows = covering(
+            [{"runs": r, "COLUMN": c, "BF16": b, "SCALE32": s} for (r, c) in layouts for b in two for s in two]
+        )
+        for j in range(len(rows) if tile.SPLITS == 1 else 2):
+            flags = dict(rows[(i + j) % len(rows)])
+            macros = hopper.defines(tile, flags.pop("runs"), **{k: bool(v) for k, v in flags.items()})
             yield Job("hopper", tuple(macros.items()), "sm_90a", tile.threads)
 
 

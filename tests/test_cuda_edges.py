@@ -19,7 +19,7 @@ import tinyloop as tl
 from helpers import random_quant_weight
 from tinyloop import dispatch, ops, torch_op
 from tinyloop.cuda import gemm, hopper, launch, run
-from tinyloop.cuda.config import CHUNK, KINDS, Chip, Config, choose, choose_hopper
+from tinyloop.cuda.config import KINDS, Chip, Config, choose, choose_hopper
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import PackedWeight
 from tinyloop.weight import DenseWeight, QuantWeight
@@ -200,8 +200,8 @@ def test_a_tensor_map_is_encoded_in_a_context(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes beyond 2³¹ and 2³² reach the allocator as they are, and what the kernel is told in 32 bits stays small."""
-    asked, launched = list[tuple[int, str]](), list[tuple[Any, int]]()
+    """However many rows: slices are of the last tiles alone, so that scratch and what the kernel is told stay small."""
+    asked, launched = list[tuple[int, int]](), list[tuple[Any, int]]()
 
     class Fake:
         device = 0
@@ -209,24 +209,25 @@ def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> 
         def __call__(self, arguments: Any, blocks: int) -> None:
             launched.append((arguments.p, blocks))
 
-    def floats(device: int, count: int, purpose: str) -> torch.Tensor:
-        asked.append((count, purpose))
-        return torch.empty(0)
+    def scratch(device: int, floats: int, counters: int) -> tuple[int, int]:
+        asked.append((floats, counters))
+        return 0, 0
 
     monkeypatch.setattr(gemm, "_launcher", lambda *of: Fake())
-    monkeypatch.setattr(gemm, "scratch_floats", floats)
-    monkeypatch.setattr(gemm, "scratch_counters", lambda device, count: torch.empty(0))
+    monkeypatch.setattr(gemm, "chip", lambda device: KINDS[3])
+    monkeypatch.setattr(gemm, "scratch_addresses", scratch)
     N, K = 8256, 1024
     parts = ((K // 16, 2 * N), torch.int32), ((8, N), torch.float16), ((8, N), torch.float32)
     w = MarlinWeight(*(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parts), K, N, 128)
     config = Config(8, 1, 4, 1, 4, True, splits=16)
-    for M, bits in ((16400, 31), (32800, 32), (1 << 22, 38)):
+    for M in (1, 16400, 32800, 1 << 22):
         gemm.product(torch.empty(M, K, dtype=torch.float16, device="meta"), w, config=config)
         tiles = -(-M // 64) * 33
-        assert asked[-1] == (tiles * 16 * 64 * 256, "partial")
-        assert asked[-1][0] > 1 << bits
+        cut = tiles % KINDS[3].multiprocessors
+        assert asked[-1] == (cut * 16 * 64 * 256, cut)
         p, blocks = launched[-1]
-        assert (p.M, p.row_tiles, p.splits, blocks) == (M, -(-M // 64), 16, 16 * tiles)
+        assert (p.M, p.row_tiles, p.whole, p.splits) == (M, -(-M // 64), tiles - cut, 16)
+        assert blocks == tiles - cut + 16 * cut < 1 << 31
 
 
 def test_perf03_scratch_is_small_whatever_the_problem() -> None:
@@ -237,7 +238,8 @@ def test_perf03_scratch_is_small_whatever_the_problem() -> None:
             for pair in (False, True):
                 c = choose(M, N, K, on, pair)
                 tiles = -(-M // c.rows) * -(-N * (2 if pair else 1) // c.columns)
-                assert (c.splits > 1) * tiles * c.splits * c.rows * c.columns * 4 < 32 << 20
-        tile = choose_hopper(M, N)
-        work = tile.schedule(-(-M // tile.BM) * -(-N // tile.columns), K // CHUNK, 132)
-        assert 2 * work.pieces * tile.BM * tile.columns * 4 < 64 << 20
+                cut = tiles - c.whole(tiles, on.multiprocessors)
+                assert cut * c.splits * c.rows * c.columns * 4 < 32 << 20
+        tile = choose_hopper(M, N, K, 128, 132)
+        work = tile.schedule(-(-M // tile.BM) * -(-N // tile.columns), K // tile.DEPTH, 132)
+        assert work.pieces * tile.BM * tile.columns * 4 < 32 << 20

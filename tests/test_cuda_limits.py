@@ -63,10 +63,10 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> Canaries:
     made = Canaries()
     for module in (gemm, hopper, paths):
         monkeypatch.setattr(module, "torch", made)
-    for module in (gemm, hopper, run):
+    for module in (hopper, run):
         monkeypatch.setattr(module, "scratch_floats", made.scratch_floats)
-    for module in (gemm, hopper):
-        monkeypatch.setattr(module, "scratch_counters", made.scratch_counters)
+    monkeypatch.setattr(hopper, "scratch_counters", made.scratch_counters)
+    monkeypatch.setattr(gemm, "scratch_addresses", made.scratch_addresses)
     return made
 
 
@@ -76,12 +76,12 @@ def case(K: int, N: int, G: int) -> tuple[QuantWeight, MarlinWeight]:
     return w, MarlinWeight.of(w)
 
 
-def check_tile(product: Callable[[Tensor, MarlinWeight], Tensor], canaries: Canaries, cut: bool) -> None:
+def check_tile(product: Callable[..., Tensor], canaries: Canaries, cut: bool) -> None:
     """Ragged rows and columns, and KER-06: M = 16, K = N = 4096."""
     for M, K, N in (*((M, 2048, 328) for M in RAGGED), (130, 2048, 331), (16, 4096, 4096)):
         w, m = case(K, N, 128)
         x = activations(M, K, 0.0, torch.float16)
-        y = product(x, m)
+        y = product(x, m, out=canaries.empty(M, N, dtype=x.dtype, device="cuda"))
         taken = canaries.check()
         assert taken.count(torch.float16) == 1
         assert (torch.float32 in taken) is (torch.int32 in taken) is cut
@@ -101,8 +101,8 @@ def test_ker02_every_tile_keeps_to_its_memory(config: Config, canaries: Canaries
 @needs_hopper
 @pytest.mark.parametrize("config", hopper_variants(), ids=str)
 def test_ker02_every_hopper_tile_keeps_to_its_memory(config: HopperConfig, canaries: Canaries) -> None:
-    """Tiles cut along K as finely as there are blocks for; and whole."""
-    for least, cut in ((1, True), (1 << 20, False)):
+    """Tiles cut along K as finely as there are blocks for, unless clusters divide it; and whole."""
+    for least, cut in ((1, config.SPLITS == 1), (1 << 20, False)):
         dealt = replace(config, least=least)
         check_tile(functools.partial(hopper.product, config=dealt), canaries, cut)
 
@@ -145,17 +145,9 @@ def check_pair(
     assert error(y, want) <= 1.2 * error(plain, want)
 
 
-def test_idx05_scratch_beyond_31_and_32_bits() -> None:
-    """So many slices of so many rows as dispatch would never make: 8.9 GB of partial sums, and 17.8; the pair's 9.8."""
-    needs_room(60)
-    w, config = large_weight(1024, 8256, 128), Config(8, 1, 4, 1, 4, True, splits=16)
-    m = MarlinWeight.of(w)
-
-    def sliced(M: int) -> None:
-        x = activations(M, 1024, 0.0, torch.float16)
-        y = gemm.product(x, m, config=config)
-        check(w, x[:3], y[:3])
-        check(w, x[-3:], y[-3:])
+def test_idx05_scratch_beyond_31_bits() -> None:
+    """The pair's, 9.8 GB. Slices of K have little, however many rows there are (tests/test_cuda_edges.py)."""
+    needs_room(40)
 
     def paired() -> None:
         w = large_weight(128, 600_000, 128)
@@ -164,10 +156,6 @@ def test_idx05_scratch_beyond_31_and_32_bits() -> None:
         check(w, x[:1], y[:1])
         check(w, x[-1:], y[-1:])
 
-    for M, bits in ((16400, 31), (32800, 32)):
-        assert -(-M // config.rows) * config.rows * -(-m.Np // config.columns) * config.columns * 16 > 1 << bits
-        in_new_thread(functools.partial(sliced, M))
-        torch.cuda.empty_cache()
     in_new_thread(paired)
     torch.cuda.empty_cache()
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from .dispatch import Problem
 
 NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
-MMA_ROWS_HOPPER = 32  # up to which mma.sync beats wgmma, whose tiles have 64 rows
-_DENSE_ROWS_HOPPER, _DENSE_ROWS = 384, 1024
-_LARGE, _DENSE_ROWS_LARGE = 1 << 25, 1024  # weights, from which a dense copy costs more than wgmma loses on Hopper
+MMA_ROWS_HOPPER = 16  # up to which mma.sync beats wgmma
+_DENSE_ROWS_HOPPER, _DENSE_ROWS = 8192, 1024
 HOPPER = (9, 0)
 INT4_KERNELS = ("tensor_core", "hopper", "unpack_dense")
 
@@ -40,12 +39,10 @@ class Kernel(Generic[On]):
     refuses: Callable[[Problem, On], str | None]
 
 
-def dense_rows(on: Chip, weights: int = 0) -> int:
-    """Rows from which a dense copy of that many weights, made for the call, is faster than decoding into tensor cores.
+def dense_rows(on: Chip) -> int:
+    """Rows from which a dense copy of the weight, made for the call, costs less than decoding into tensor cores does.
     Measured on Hopper; elsewhere an estimate from arithmetic rates and bandwidth."""
-    if on.capability != HOPPER:
-        return _DENSE_ROWS
-    return _DENSE_ROWS_LARGE if weights >= _LARGE else _DENSE_ROWS_HOPPER
+    return _DENSE_ROWS_HOPPER if on.capability == HOPPER else _DENSE_ROWS
 
 
 def int4_refusal(p: Problem, on: Chip) -> str | None:
@@ -90,7 +87,7 @@ def _hopper(p: Problem, on: Chip) -> str | None:
 
 
 def _many_rows(p: Problem, on: Chip) -> str | None:
-    if p.M > (limit := dense_rows(on, p.K * p.N)):
+    if p.M > (limit := dense_rows(on)):
         return f"M={p.M} > {limit}: arithmetic decides, and a dense copy for this call has more of it"
     return None
 

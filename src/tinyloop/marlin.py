@@ -95,7 +95,7 @@ class MarlinWeight:
         group = marlin_group_size(weight.group_size, weight.K)
         B = _pack(lambda i, end: weight.packed[i:end].to(device), weight.K, weight.N, device)
         scale, zero = weight.scale.to(device), weight.zero.to(device)
-        S = _permuted(Tensor.half if _halves(weight.scale) else Tensor.float, weight.K, group, scale)
+        S = _permuted(Tensor.half if _in_halves(weight) else Tensor.float, weight.K, group, scale)
         delta = _permuted(_delta, weight.K, group, scale, zero)
         return cls(B, S, delta, weight.K, weight.N, group, _canonical_bytes(weight))
 
@@ -170,7 +170,7 @@ def packed_bytes(weight: QuantWeight) -> int:
     """Bytes of `MarlinWeight.of(weight)`, from the shapes and a look at the scales."""
     Kp, Np = _up(weight.K, _K_STEP), _up(weight.N, _N_STEP)
     rows = _groups(Kp, marlin_group_size(weight.group_size, weight.K))
-    return Kp * Np // 2 + rows * Np * ((2 if _halves(weight.scale) else 4) + 4)
+    return Kp * Np // 2 + rows * Np * ((2 if _in_halves(weight) else 4) + 4)
 
 
 def refusal(weight: LinearWeight) -> str | None:
@@ -399,6 +399,15 @@ def _delta(scale: Tensor, zero: Tensor) -> Tensor:  # â†’ fp32, rounded once: 8Â
 def _halves(scale: Tensor) -> bool:
     """Whether fp16 holds every scale exactly."""
     return all(torch.equal(part.half().to(part.dtype), part) for part in _slabs(scale))
+
+
+def _in_halves(weight: QuantWeight) -> bool:
+    """Whether the device format keeps scales in fp16: where it holds them exactly, and where W crosses zero within a
+    hundred scales of the middle, as arithmetic in 16 bits needs it (weight.cuh, `centred`)."""
+    if not _halves(weight.scale):
+        return False
+    pairs = zip(_slabs(weight.scale), _slabs(weight.zero), strict=True)
+    return not any(((_delta(s, z).abs() > 100 * s.float().abs()) & (s != 0)).any() for s, z in pairs)
 
 
 def _canonical_bytes(weight: QuantWeight) -> int:

@@ -112,6 +112,10 @@ class Canaries:
     def scratch_counters(self, device: int, count: int) -> Tensor:
         return self.take(count, torch.int32, torch.device("cuda", device), 0)
 
+    def scratch_addresses(self, device: int, floats: int, counters: int) -> tuple[int, int]:
+        partial = self.scratch_floats(device, floats, "partial")
+        return partial.data_ptr(), self.scratch_counters(device, counters).data_ptr()
+
     def check(self) -> list[torch.dtype]:
         """All canaries are alive, and counters at zero again; of what dtypes were the buffers taken since the last
         check."""

@@ -5,6 +5,7 @@ Needs no GPU and no torch, so that plans can be made, tested and explained anywh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -43,7 +44,7 @@ class Config:
     WK: int  # teams of warps that divide the block's slice of K
     STAGES: int
     DECODE: bool  # scale and δ while decoding, not when a group ends
-    splits: int = 1  # blocks that divide K
+    splits: int = 1  # blocks that divide K of a tile, where tiles do not fill a round
 
     @property
     def rows(self) -> int:
@@ -56,6 +57,10 @@ class Config:
     @property
     def threads(self) -> int:
         return self.WM * self.WN * self.WK * 32
+
+    def whole(self, tiles: int, multiprocessors: int) -> int:
+        """How many tiles are not cut along K: full rounds of blocks, or all."""
+        return tiles - tiles % multiprocessors if self.splits > 1 else tiles
 
     def shared_memory(self, scale32: bool = False, halves: bool = False, symmetric: bool = False) -> int:
         """Bytes of shared memory per block: the stages of all teams."""
@@ -70,10 +75,11 @@ class Config:
 
 # Tiles by rows of x: (rows up to, columns from, config). Measured on an H200 (docs/log.md).
 _TILES = (
-    (8, 16384, Config(1, 1, 4, 4, 4, False)),
+    (8, 32768, Config(1, 1, 2, 4, 3, False)),
+    (8, 8512, Config(1, 1, 1, 8, 3, False)),
     (8, 0, Config(1, 1, 1, 8, 6, False)),
-    (16, 16384, Config(2, 1, 4, 4, 4, False)),
-    (16, 0, Config(2, 1, 1, 8, 6, False)),
+    (16, 16384, Config(2, 1, 1, 4, 4, False)),
+    (16, 0, Config(2, 1, 1, 8, 3, False)),
     (32, 8192, Config(4, 1, 2, 4, 4, False)),
     (32, 6144, Config(4, 1, 1, 4, 4, False)),
     (32, 4096, Config(4, 1, 2, 4, 4, False)),
@@ -83,6 +89,7 @@ _TILES = (
     (128, 0, Config(8, 1, 4, 2, 4, True)),
     (1 << 62, 0, Config(8, 1, 4, 1, 4, True)),
 )
+_ADDING = 2.6  # µs that slices cost: sums through global memory, and a wait for the last block
 
 
 def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
@@ -95,8 +102,20 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
-    wanted = min(on.multiprocessors * 4 // 3 // tiles, K // CHUNK // (2 * config.WK), 16)
-    return replace(config, splits=1 << max(0, wanted.bit_length() - 1))  # powers of two cut K evenly
+    return replace(config, splits=_slices(config, tiles, K // CHUNK, on.multiprocessors))
+
+
+def _slices(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
+    """Into how many slices to cut K of the last tiles, too few for a round. Powers of two cut it evenly; each team of
+    each block needs a chunk."""
+    last = tiles % multiprocessors
+
+    def cost(slices: int) -> float:  # µs: one multiprocessor decodes a 64×64 chunk in 0.08 at up to 8 rows
+        load = -(-last * slices // multiprocessors) * -(-chunks // slices) * c.WN
+        return load * (0.06 + 0.02 * c.MT * c.WM) + (_ADDING if slices > 1 else 0)
+
+    room = multiprocessors * 4 // 3 // max(1, last)  # more blocks than that come one after another
+    return min((s for s in (1, 2, 4, 8, 16) if s == 1 or (s * c.WK <= chunks and s <= room)), key=cost)
 
 
 def _smaller(c: Config) -> Config:
@@ -125,7 +144,9 @@ class HopperConfig:
     BM: int  # rows
     NJ: int  # words per lane and step: a consumer warpgroup covers 64·NJ columns
     CW: int = 2  # consumer warpgroups
-    least: int = 8  # chunks of k below which a tile is not cut further
+    DEPTH: int = 64  # k per stage
+    SPLITS: int = 1  # blocks of a cluster that divide K of one tile
+    least: int = 512  # k below which a tile is not cut further
 
     @property
     def columns(self) -> int:
@@ -135,60 +156,100 @@ class HopperConfig:
     def threads(self) -> int:
         return 128 * (self.CW + 1)
 
-    def _bytes(self, scale32: bool, halves: bool) -> tuple[int, int]:
-        blocks = self.NJ * self.CW
-        params = blocks * (2 if halves else 1) * (512 if scale32 else 384)
-        stage = self.BM * CHUNK * 2 + -(-(blocks * CHUNK * 32 + params) // 1024) * 1024
-        return stage, self.CW * self.BM * (64 * self.NJ + 8) * 2 + 256
+    def runs(self, group: int) -> int:
+        """Runs of parameters per stage for a group size, -1 for one group over K."""
+        return next(n for n in (1, 2, 4) if group == -1 or group % (self.DEPTH // n) == 0)
 
-    def stages(self, scale32: bool = False, halves: bool = False) -> int:
-        """As many as shared memory holds, up to six."""
-        stage, rest = self._bytes(scale32, halves)
-        return min(6, (_HOPPER_SHARED - rest) // stage)
+    def _bytes(self, scale32: bool, runs: int) -> tuple[int, int, int]:
+        """Of a stage of x, of a stage of words, and of the rest."""
+        blocks, out_rows = self.NJ * self.CW, min(64, self.BM // self.SPLITS)
+        words = blocks * (self.DEPTH * 32 + runs * (512 if scale32 else 384))
+        return self.BM * self.DEPTH * 2, words, self.CW * out_rows * (64 * self.NJ + 8) * 2 + 512
 
-    def shared_memory(self, scale32: bool = False, halves: bool = False) -> int:
+    def stages(self, scale32: bool = False, runs: int = 1) -> tuple[int, int]:
+        """Of x and of words: as many as shared memory holds, up to twelve."""
+        x, words, rest = self._bytes(scale32, runs)
+        room = _HOPPER_SHARED - rest
+        of_x = min(11, (room - words) // (x + words))
+        return of_x, min(of_x + 2, (room - of_x * x) // words)
+
+    def shared_memory(self, scale32: bool = False, runs: int = 1) -> int:
         """Bytes of shared memory per block."""
-        stage, rest = self._bytes(scale32, halves)
-        return stage * self.stages(scale32, halves) + rest
+        x, words, rest = self._bytes(scale32, runs)
+        of_x, of_words = self.stages(scale32, runs)
+        return of_x * x + of_words * words + rest
 
     def schedule(self, tiles: int, chunks: int, blocks: int) -> Work:
         """Whole tiles while they fill every block; what remains is cut evenly, unless that would save little."""
         rest = tiles % blocks
-        if rest == 0 or (rest > blocks * 7 // 8 and tiles > blocks):
+        if self.SPLITS > 1 or rest == 0 or rest > blocks * 7 // 8:
             return Work(tiles, 0, 0, 0)
         total = rest * chunks
-        piece = max(-(-total // blocks), min(self.least, chunks))
+        piece = max(-(-total // blocks), min(self.least // self.DEPTH, chunks))
         if rest == tiles and piece >= chunks:
             return Work(tiles, 0, 0, 0)
         return Work(tiles - rest, piece, total, -(-total // piece))
 
     def __str__(self) -> str:
-        return f"{self.BM}×{self.columns} tiles, {self.CW} consumers"
+        clusters = f", clusters of {self.SPLITS} along K" if self.SPLITS > 1 else ""
+        return f"{self.BM}×{self.columns} tiles, {self.CW} consumers, {self.DEPTH} k per stage{clusters}"
 
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what alignment may take
 
-
-# Tiles by rows of x: (rows up to, columns from, config). Measured on an H200 (docs/log.md).
+# What a block takes for 64 k of a tile, in µs. Measured on an H200, as are the constants below: a least-squares fit to
+# 900 timings, whose choices cost 0.7 % on average over the best ones (docs/log.md).
 _HOPPER_TILES = (
-    (64, 16384, HopperConfig(64, 2, 3)),
-    (64, 8192, HopperConfig(64, 1, 4)),
-    (64, 6144, HopperConfig(64, 1, 3)),
-    (64, 0, HopperConfig(64, 1)),
-    (128, 8192, HopperConfig(128, 2)),
-    (128, 6144, HopperConfig(128, 1, 3)),
-    (128, 0, HopperConfig(128, 1)),
-    (256, 8192, HopperConfig(256, 1)),
-    (256, 6144, HopperConfig(128, 1, 3)),
-    (256, 4096, HopperConfig(256, 1)),
-    (256, 0, HopperConfig(128, 1)),
-    (1 << 62, 0, HopperConfig(256, 1)),
+    (HopperConfig(32, 1, 2, 128), 0.293),
+    (HopperConfig(32, 1, 3, 128), 0.386),
+    (HopperConfig(32, 2, 3, 128), 0.652),
+    (HopperConfig(64, 1, 2, 128), 0.340),
+    (HopperConfig(64, 1, 3, 128), 0.422),
+    (HopperConfig(64, 2, 3, 128), 0.700),
+    (HopperConfig(128, 1, 2, 128), 0.432),
+    (HopperConfig(128, 1, 3, 128), 0.585),
+    (HopperConfig(128, 2, 2, 128), 0.839),
+    (HopperConfig(256, 1, 2, 64), 0.740),
 )
+_SPLITS = (1, 2, 4)
+_TILE, _CUT, _CLUSTER = 2.16, 1.44, 0.53  # µs per tile of a block, where tiles are cut, where clusters divide K
+_SUMS_CUT, _SUMS_CLUSTER = 4.10, 5.41  # µs per 128 KB of sums that move through global and through shared memory
 
 
-def choose_hopper(M: int, N: int) -> HopperConfig:
-    """The tile for M rows and N columns as padded, on a Hopper chip."""
-    return next(c for rows, columns, c in _HOPPER_TILES if rows >= M and columns <= N)
+@functools.lru_cache(maxsize=1 << 12)
+def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> HopperConfig:
+    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
+    fits = [(c, step) for c, step in _hopper_configs(group) if c.SPLITS * c.DEPTH <= K]
+    return min(fits, key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
+
+
+def _hopper_configs(group: int) -> list[tuple[HopperConfig, float]]:
+    """Where groups begin inside a stage of 128, their parameters would not fit into registers: stages of 64 then."""
+    short = group != -1 and group % 128 != 0
+    return [
+        (replace(c, SPLITS=splits, DEPTH=64 if short else c.DEPTH), step)
+        for c, step in _HOPPER_TILES for splits in _SPLITS
+        if splits * 8 <= c.BM
+    ]  # fmt: skip
+
+
+def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiprocessors: int) -> float:
+    """µs of one product: steps of 64 k, tiles begun and written, and sums that move between blocks."""
+    tiles, chunks, per_chunk = -(-M // c.BM) * -(-N // c.columns), K // c.DEPTH, step * c.DEPTH / 64
+    sums = c.BM * c.columns * 4 / (128 << 10)
+    if c.SPLITS > 1:
+        # Clusters of two fill the chip; larger ones do not fit everywhere: 30 of four on an H200's 132.
+        room = multiprocessors // 2 if c.SPLITS == 2 else multiprocessors * 10 // 11 // c.SPLITS
+        rounds = -(-tiles // room)
+        moved = sums * (c.SPLITS - 1) / c.SPLITS
+        return rounds * (-(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER) + _CLUSTER
+    work = c.schedule(tiles, chunks, multiprocessors)
+    rounds = -(-work.whole // multiprocessors)
+    us = rounds * (chunks * per_chunk + _TILE)
+    if work.pieces:
+        moved = sums * (1 + 0.25 * (chunks / work.piece - 1))
+        us += work.piece * per_chunk + _TILE + _CUT + moved * _SUMS_CUT
+    return us
 
 
 # The chips that kernels are compiled for without a GPU: what a block may have of shared memory, in KB.
@@ -212,4 +273,4 @@ def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted({config for _, _, config in _HOPPER_TILES}, key=str)
+    return sorted({c for group in (32, -1) for c, _ in _hopper_configs(group)}, key=str)

@@ -21,7 +21,7 @@ class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
         ("x", _p), ("y", _p), ("partial", _p), ("arrived", _p), ("ldx", _i64),
         ("M", _i32), ("N", _i32), ("K", _i32), ("blocks64", _i32), ("chunks", _i32), ("units_per_group", _i32),
-        ("row_tiles", _i32), ("splits", _i32),
+        ("row_tiles", _i32), ("whole", _i32), ("splits", _i32),
     ]  # fmt: skip
 
 
@@ -69,8 +69,10 @@ class Ready:
         p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
         p.row_tiles = -(-M // c.rows)
         tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
-        self._blocks, self._counters = tiles * c.splits, tiles
-        self._floats = tiles * c.splits * c.rows * c.columns if c.splits > 1 else 0
+        p.whole = c.whole(tiles, chip(device).multiprocessors)
+        self._counters = tiles - p.whole
+        slices = self._counters * c.splits
+        self._blocks, self._floats = p.whole + slices, slices * c.rows * c.columns
         self._arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
         self._free = [(self._arguments, self._arguments.p)]  # a launch takes one away, as it lets other threads run
 

@@ -20,7 +20,7 @@ _MAP_BYTES = 128
 class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
         ("x", ctypes.c_uint64 * 16), ("y", _p), ("partial", _p), ("arrived", _p),
-        ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("units_per_group", _i32),
+        ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("runs_per_group", _i32),
         ("row_tiles", _i32), ("column_tiles", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32),
     ]  # fmt: skip
 
@@ -44,38 +44,39 @@ def product(
     if M == 0:
         return y
     sms = chip(device).multiprocessors
-    c = config or choose_hopper(M, w.Np)
-    column = w.group_size == -1
-    halves = not column and w.group_size % CHUNK != 0
-    run = _launcher(c, device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves)
+    c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms)
+    column, runs = w.group_size == -1, c.runs(w.group_size)
+    run = _launcher(c, device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
     a = _Arguments()
     p = a.p
     ctypes.memmove(ctypes.addressof(p), _tensor_map(x, c.BM), _MAP_BYTES)
     p.y, p.M, p.N = y.data_ptr(), M, w.N
-    p.blocks64, p.chunks = w.Np // 64, w.Kp // CHUNK
-    p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
+    p.blocks64, p.chunks = w.Np // 64, w.Kp // c.DEPTH
+    p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
     p.row_tiles, p.column_tiles = -(-M // c.BM), -(-w.Np // c.columns)
-    work = c.schedule(p.row_tiles * p.column_tiles, p.chunks, sms)
+    tiles = p.row_tiles * p.column_tiles
+    work = c.schedule(tiles, p.chunks, sms)
     p.whole, p.piece, p.total = work.whole, work.piece, work.total
     if work.pieces:
-        p.partial = scratch_floats(device, 2 * work.pieces * c.BM * c.columns, "partial").data_ptr()
+        p.partial = scratch_floats(device, work.pieces * c.BM * c.columns, "partial").data_ptr()
         p.arrived = scratch_counters(device, sms * c.CW).data_ptr()
     a.B, a.S, a.delta = w.B.data_ptr(), w.S.data_ptr(), w.delta.data_ptr()
     a.bias = None if bias is None else bias.data_ptr()
-    run(a, max(work.pieces, min(work.whole, sms)))
+    run(a, (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS)
     return y
 
 
 @functools.cache
-def _launcher(c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, halves: bool) -> Launcher:
-    macros = defines(c, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves)
-    return Launcher("hopper", "hopper", macros, device, c.threads, c.shared_memory(scale32, halves), overlaps=True)
+def _launcher(c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, runs: int) -> Launcher:
+    macros = defines(c, runs, BF16=bf16, SCALE32=scale32, COLUMN=column)
+    return Launcher("hopper", "hopper", macros, device, c.threads, c.shared_memory(scale32, runs), overlaps=True)
 
 
-def defines(c: HopperConfig, **flags: bool) -> dict[str, int]:
+def defines(c: HopperConfig, runs: int = 1, **flags: bool) -> dict[str, int]:
     """The macros of one variant of hopper.cu."""
-    halves, scale32 = flags.get("HALVES", False), flags.get("SCALE32", False)
-    tile = {"BM": c.BM, "NJ": c.NJ, "CW": c.CW, "STAGES": c.stages(scale32, halves)}
+    names = ("BM", "NJ", "CW", "SPLITS", "DEPTH")
+    x_stages, w_stages = c.stages(flags.get("SCALE32", False), runs)
+    tile = {name: getattr(c, name) for name in names} | {"RUNS": runs, "X_STAGES": x_stages, "W_STAGES": w_stages}
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 

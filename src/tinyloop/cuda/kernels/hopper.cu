@@ -5,34 +5,48 @@
 // format is a lane's share of its fragment as it stands: codes go from shared memory to registers, become W there, and
 // never return. x is the other factor and stays in shared memory, where the copy engine puts it.
 //
-//   producer (1 thread)    x: TMA, 64 k × BM rows, swizzled      words, scale, δ: bulk copies      ─► stage s, `full[s]`
-//   consumer (CW × 128)    words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight │ `empty[s]`
+//   one thread             words, scale, δ: bulk copies              ─► ring of W_STAGES ┐
+//   one thread             x: TMA, 64 k × BM rows, swizzled          ─► ring of X_STAGES ┤ `full`, and `empty` back
+//   consumer (CW × 128)    words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight
 //
-// A unit is four wgmma of 64 columns × BM rows × 16 k. Warp w of a consumer owns NJ words of a lane's four, so a consumer
-// covers 64·NJ columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 23 instructions and
-// serves BM rows. δ, as in tensor_core.cu's `decode`, costs nothing: W is computed in fp32 and rounded once.
+// The rings are two because words are needed two units before their rows of x, and take an eighth of the room.
+//
+// A unit is four wgmma of 64 columns × BM rows × 16 k, or eight where a stage is 128 k deep: what a unit costs beside
+// them is spent half as often then. Warp w of a consumer owns NJ words of a lane's four, so a consumer covers 64·NJ
+// columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 13 instructions (weight.cuh,
+// `Centred`) and serves BM rows; δ is in it.
 //
 // Work. The grid is one block per multiprocessor. `whole` tiles are dealt out in rounds, one to each block; of the rest,
-// too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block. Blocks that
-// hold a piece of a tile leave fp32 sums in global memory, and the last to arrive adds them in the order of k.
+// too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block. Blocks that hold a
+// later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds them in the order of k.
+// Where tiles are much fewer than blocks, clusters of SPLITS blocks divide K instead, each block sums a part of the rows
+// over the shared memories of all, and nothing goes through global memory. Repeats are bitwise equal either way.
 
 #ifndef BM
-#define BM 256   // rows of x per tile: 64, 128 or 256
+#define BM 256   // rows of x per tile: 16, 32, 64, 128 or 256
 #define NJ 1     // words per lane and step
 #define CW 2     // consumer warpgroups
-#define STAGES 4
+#define DEPTH 64 // k per stage, 64 or 128
+#define RUNS 1   // of parameters per stage: as many as groups may begin in it
+#define X_STAGES 4
+#define W_STAGES 5
+#define SPLITS 1 // blocks of a cluster that divide K of one tile and add through each other's shared memory
 #endif
 
 constexpr int BLOCKS64 = NJ * CW, BN = 64 * BLOCKS64, CONSUMER_THREADS = CW * 128, THREADS = CONSUMER_THREADS + 128;
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 40;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMER_THREADS / 8 * 8;
-constexpr int STEPS = 4 / NJ, CHUNK_UNITS = NJ;  // steps of 16 k per unit, units per chunk
-constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = BLOCKS64 * CHUNK * 32;
+constexpr int E = DEPTH / 16, STEPS = E / NJ, CHUNK_UNITS = NJ;  // words of a lane and steps of 16 k per unit, units per chunk
+constexpr int X_BOX = BM * 128, X_BYTES = BM * DEPTH * 2, W_BYTES = BLOCKS64 * DEPTH * 32;
 constexpr int RUN_BYTES = BLOCKS64 * (SCALE_BYTES + DELTA_BYTES);
-constexpr int STAGE_BYTES = X_BYTES + (W_BYTES + UNITS * RUN_BYTES + 1023) / 1024 * 1024;
+constexpr int W_STAGE_BYTES = W_BYTES + RUNS * RUN_BYTES;
 constexpr int OUT_STRIDE = 64 * NJ + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
-constexpr int OUT_BYTES = BM * OUT_STRIDE * 2, BARRIERS = STAGES * STAGE_BYTES + CW * OUT_BYTES;
+constexpr int OUT_ROWS = BM / SPLITS < 64 ? BM / SPLITS : 64, OUT_BYTES = OUT_ROWS * OUT_STRIDE * 2;
+constexpr int WORDS = X_STAGES * X_BYTES, OUT = WORDS + W_STAGES * W_STAGE_BYTES;  // where what begins
+constexpr int X_BARRIERS = OUT + CW * OUT_BYTES, W_BARRIERS = X_BARRIERS + X_STAGES * 16;
 constexpr int ACC = BM / 2, QUADS = NJ * ACC / 4;  // registers per wgmma, four at a time
+constexpr int ROWS = BM / SPLITS;  // that a block writes
+static_assert(SPLITS == 1 || QUADS * CONSUMER_THREADS * 16 <= OUT, "a tile's sums stand in the stages");
 
 struct alignas(64) TensorMap {
     u64 opaque[16];
@@ -41,13 +55,13 @@ struct alignas(64) TensorMap {
 struct Problem {
     TensorMap x;     // [M][K], boxes of 64 k × BM rows, 128-byte swizzle, zeros outside
     u16* y;          // [M][N]
-    float4* partial; // [2 pieces of a block][QUADS][CONSUMER_THREADS]
+    float4* partial; // [blocks][QUADS][CONSUMER_THREADS]
     u32* arrived;    // [tiles][CW], zero between launches
     int M, N;
-    int blocks64, chunks, units_per_group;
+    int blocks64, chunks, runs_per_group;
     int row_tiles, column_tiles;
     int whole;       // tiles that are dealt out whole
-    int piece, total;  // chunks of the cut tiles: per block, and altogether
+    int piece, total;  // chunks of the cut tiles: per block, at most a tile's, and altogether
 };
 
 struct Arguments {
@@ -82,6 +96,25 @@ DEVICE void load_bulk(u32 to, const void* from, int bytes, u32 barrier) {
                  "r"(bytes), "r"(barrier) : "memory");
 }
 
+// ---- clusters: blocks that run together and reach into each other's shared memory --------------------------------------
+
+DEVICE int cluster_rank() {
+    u32 rank = 0;
+    if (SPLITS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+DEVICE float4 load_from(int rank, u32 at) {
+    u32 there;
+    float4 v;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there));
+    return v;
+}
+
 template <int REGISTERS> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> DEVICE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
@@ -105,7 +138,16 @@ DEVICE u64 x_descriptor(u32 at) { return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 
 
 // d [64 × BM] += a [64 × 16] · x [16 × BM]; lanes as in mma (ptx.cuh), warp w holding rows 16w … 16w + 15.
 DEVICE void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 x) {
-#if BM == 64
+#if BM == 16
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16." TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+                 : F8(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+#elif BM == 32
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." TYPES
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+                 : F8(0), F8(8)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+#elif BM == 64
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." TYPES " {" D10_30 ",%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
                  : F32(0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
@@ -123,12 +165,19 @@ DEVICE void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 x) {
 #endif
 }
 
-DEVICE void store_matrices(u32 at, const u32 (&d)[4]) {  // transposing: a lane's two neighbours end up in two rows
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(d[0]), "r"(d[1]), "r"(d[2]),
-                 "r"(d[3]) : "memory");
+DEVICE void store_matrices(u32 at, u32 a, u32 b) {  // transposing: a lane's two neighbours end up in two rows
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 
-DEVICE void store_shared4(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+DEVICE void store_shared16(u32 at, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+DEVICE int load_acquire(const u32* at) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
 
 // ---- work ------------------------------------------------------------------------------------------------------------
 
@@ -139,13 +188,14 @@ struct Item {  // chunks first … end − 1 of a tile
 // Where block b's piece of the cut tiles begins, among their chunks laid end to end.
 DEVICE int cut(const Problem& p, int b) { return min(p.piece * b, p.total); }
 
-// What this block does, one item after another: its piece of the cut tiles, then whole tiles.
+// What this block does, one item after another: its piece of the cut tiles, which is the end of one and the beginning
+// of the next, then whole tiles. Of SPLITS blocks, each takes its part of one tile's chunks.
 struct Schedule {
     const Problem& p;
     int tile, chunk, left;  // in its piece
     int whole;
 
-    DEVICE explicit Schedule(const Problem& p) : p(p), whole(blockIdx.x) {
+    DEVICE explicit Schedule(const Problem& p) : p(p), whole(blockIdx.x / SPLITS) {
         const int at = cut(p, blockIdx.x);
         tile = p.whole + at / p.chunks, chunk = at % p.chunks, left = cut(p, blockIdx.x + 1) - at;
     }
@@ -158,13 +208,14 @@ struct Schedule {
             return true;
         }
         if (whole >= p.whole) return false;
-        item = Item{whole, 0, p.chunks};
-        whole += gridDim.x;
+        const int rank = cluster_rank();
+        item = Item{whole, p.chunks * rank / SPLITS, p.chunks * (rank + 1) / SPLITS};
+        whole += gridDim.x / SPLITS;
         return true;
     }
 };
 
-// Neighbouring tiles share columns of W, eight row tiles at a time, so that x and W both come from the L2 cache.
+// The rows and columns of a tile. Neighbouring tiles share columns of W, eight row tiles at a time, so that x and W both come from the L2 cache.
 DEVICE void place(const Problem& p, int tile, int& row_tile, int& column_tile) {
     constexpr int RASTER = 8;
     const int band = tile / (RASTER * p.column_tiles), rows = min(p.row_tiles - band * RASTER, RASTER);
@@ -172,72 +223,86 @@ DEVICE void place(const Problem& p, int tile, int& row_tile, int& column_tile) {
     row_tile = band * RASTER + within % rows, column_tile = within / rows;
 }
 
-struct Ring {  // position in the stages
+// A position in a ring of stages. A stage has two barriers: `full` when its bytes are there, `empty` when all have read it.
+template <int STAGES, int FIRST_BARRIER> struct Ring {
     int slot = 0;
     u32 parity = 0;
+
+    DEVICE u32 full(u32 memory) const { return memory + FIRST_BARRIER + slot * 16; }
+    DEVICE u32 empty(u32 memory) const { return full(memory) + 8; }
     DEVICE void advance() {
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 };
 
-// The copies of chunk after chunk. x may be written by the kernel before; words and parameters are not.
-struct Producer {
-    const Problem& p;
-    const Weight& w;
-    const u32 memory;
-    Ring ring, x_ring;
-    const uint4* words;
-    int block0, blocks, group, units_left, row;
+using XRing = Ring<X_STAGES, X_BARRIERS>;
+using WRing = Ring<W_STAGES, W_BARRIERS>;
 
-    DEVICE void start(const Item& item) {
+// Copies chunk after chunk of the weight. Nothing but weights, so that it need not wait for the kernel before.
+DEVICE void load_words(const Problem& p, const Weight& w, u32 memory) {
+    WRing ring;
+    Item item;
+    for (Schedule schedule(p); schedule.next(item);) {
         int row_tile, column_tile;
         place(p, item.tile, row_tile, column_tile);
-        block0 = column_tile * BLOCKS64, blocks = min(BLOCKS64, p.blocks64 - block0), row = row_tile * BM;
-        group = item.first * UNITS / p.units_per_group;
-        units_left = p.units_per_group - item.first * UNITS % p.units_per_group;
-        words = w.B + ((i64)item.first * 4 * p.blocks64 + block0) * 32;
-    }
-
-    DEVICE void load_weight() {
-        const u32 full = memory + BARRIERS + ring.slot * 16;
-        u32 to = memory + ring.slot * STAGE_BYTES + X_BYTES;
-        barrier_wait(full + 8, ring.parity ^ 1);
-        barrier_expect(full, X_BYTES + blocks * (CHUNK * 32 + UNITS * (SCALE_BYTES + DELTA_BYTES)));
-#pragma unroll
-        for (int step = 0; step < 4; step++, to += BLOCKS64 * 512, words += (i64)p.blocks64 * 32)
-            load_bulk(to, words, blocks * 512, full);
-#pragma unroll
-        for (int u = 0; u < UNITS; u++, to += RUN_BYTES) {
-            const i64 run = (i64)group * p.blocks64 + block0;
-            load_bulk(to, w.S + run * SCALE_BYTES, blocks * SCALE_BYTES, full);
-            if (DELTA_BYTES) load_bulk(to + BLOCKS64 * SCALE_BYTES, w.delta + run * 64, blocks * DELTA_BYTES, full);
-            if (--units_left == 0) group++, units_left = p.units_per_group;
-        }
-        ring.advance();
-    }
-
-    DEVICE void load_x(int chunk) {
-        load_box(memory + x_ring.slot * STAGE_BYTES, &p.x, chunk * CHUNK, row, memory + BARRIERS + x_ring.slot * 16);
-        x_ring.advance();
-    }
-
-    DEVICE void run() {
-        Schedule schedule(p);
-        Item item;
-        bool waited = false;
-        while (schedule.next(item)) {
-            start(item);
-            const int ready = waited ? item.first : min(item.end, item.first + STAGES) - 1;
-            int x_chunk = item.first;
-            for (int chunk = item.first; chunk < item.end; chunk++) {
-                load_weight();
-                if (chunk < ready) continue;
-                if (!waited) wait_for_predecessor(), waited = true;
-                while (x_chunk <= chunk) load_x(x_chunk++);
+        const int block0 = column_tile * BLOCKS64, blocks = min(BLOCKS64, p.blocks64 - block0);
+        const uint4* words = w.B + ((i64)item.first * (DEPTH / 16) * p.blocks64 + block0) * 32;
+        int group = item.first * RUNS / p.runs_per_group;
+        int runs_left = p.runs_per_group - item.first * RUNS % p.runs_per_group;
+        bool params = true;  // whether the chunk's parameters are not in registers yet
+        for (int chunk = item.first; chunk < item.end; chunk++) {
+            const u32 full = ring.full(memory);
+            u32 to = memory + WORDS + ring.slot * W_STAGE_BYTES;
+            barrier_wait(full + 8, ring.parity ^ 1);
+            barrier_expect(full, blocks * (DEPTH * 32 + (params ? RUNS * (SCALE_BYTES + DELTA_BYTES) : 0)));
+            ring.advance();
+#pragma unroll 1
+            for (int step = 0; step < DEPTH / 16; step++, to += BLOCKS64 * 512, words += (i64)p.blocks64 * 32)
+                load_bulk(to, words, blocks * 512, full);
+            bool next = RUNS > 1;
+#pragma unroll 1
+            for (int run = 0; run < RUNS; run++, to += RUN_BYTES) {
+                if (params) {
+                    const i64 at = (i64)group * p.blocks64 + block0;
+                    load_bulk(to, w.S + at * SCALE_BYTES, blocks * SCALE_BYTES, full);
+                    load_bulk(to + BLOCKS64 * SCALE_BYTES, w.delta + at * 64, blocks * DELTA_BYTES, full);
+                }
+                if (--runs_left == 0) group++, runs_left = p.runs_per_group, next = true;
             }
+            params = next;
         }
     }
-};
+}
+
+// Copies chunk after chunk of x.
+DEVICE void load_x(const Problem& p, u32 memory) {
+    XRing ring;
+    Item item;
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x) : "memory");
+    wait_for_predecessor();
+    for (Schedule schedule(p); schedule.next(item);) {
+        int row_tile, column_tile;
+        place(p, item.tile, row_tile, column_tile);
+        for (int chunk = item.first; chunk < item.end; chunk++) {
+            const u32 to = memory + ring.slot * X_BYTES, full = ring.full(memory);
+            barrier_wait(full + 8, ring.parity ^ 1);
+            barrier_expect(full, X_BYTES);
+#pragma unroll
+            for (int box = 0; box < DEPTH / 64; box++)
+                load_box(to + box * X_BOX, &p.x, chunk * DEPTH + box * 64, row_tile * BM, full);
+            ring.advance();
+        }
+    }
+}
+
+// Scale and δ of a column as `weights` takes them: 16-bit arithmetic, unless scales are too fine for it.
+#if SCALE32
+using Column = Affine;
+DEVICE Column column_of(float scale, float delta) { return affine(scale, delta); }
+#else
+using Column = Centred;
+DEVICE Column column_of(float scale, float delta) { return centred(scale, delta); }
+#endif
 
 struct Consumer {
     const Problem& p;
@@ -245,37 +310,42 @@ struct Consumer {
     const u32 memory;
     const int thread, consumer, warp, lane, r, t;  // thread and warp within the warpgroup
     const int block, word0;                        // this warp's 64 columns among the tile's, and its first word
-    Ring issue, read;                              // where wgmma is, and where words are read
-    Affine columns[UNITS][2 * NJ];                 // of the chunk that is decoded
+    XRing rows;                                    // where wgmma is
+    WRing words;                                   // where words are read
+    Column columns[RUNS][2 * NJ];                  // of the chunk that is decoded
+    int group_left;                                // chunks that begin in its group and are not read yet
 
     DEVICE Consumer(const Problem& p, const Weight& w, u32 memory)
         : p(p), w(w), memory(memory), thread(threadIdx.x % 128), consumer(threadIdx.x / 128), warp(thread / 32), lane(thread % 32),
           r(lane / 4), t(lane % 4), block(consumer * NJ + warp * NJ / 4), word0(warp * NJ % 4) {}
 
-    DEVICE u32 full(const Ring& ring) const { return memory + BARRIERS + ring.slot * 16; }
-
     DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); }
 
+    // Of the chunk whose first words were read: the columns' scale and δ, unless its group has begun before.
     DEVICE void read_params() {
+        if (RUNS == 1 && group_left-- > 0) return;
+        group_left = p.runs_per_group - 1;
 #pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-            const u32 runs = memory + read.slot * STAGE_BYTES + X_BYTES + W_BYTES + u * RUN_BYTES;
+        for (int u = 0; u < RUNS; u++) {
+            const u32 runs = memory + WORDS + words.slot * W_STAGE_BYTES + W_BYTES + u * RUN_BYTES;
 #pragma unroll
             for (int i = 0; i < 2 * NJ; i++) {
                 const float scale = scale_at(runs + block * SCALE_BYTES, r, 2 * word0 + i);
                 const float delta = delta_at(runs + BLOCKS64 * SCALE_BYTES + block * DELTA_BYTES, r, 2 * word0 + i);
-                columns[u][i] = affine(scale, delta);
+                columns[u][i] = column_of(scale, delta);
             }
         }
     }
 
-    DEVICE void read_words(u32 (&word)[4], int unit) const {
-        const u32 at = memory + read.slot * STAGE_BYTES + X_BYTES + block * 512 + lane * 16 + word0 * 4;
+    DEVICE void read_words(u32 (&word)[E], int unit) const {
+        const u32 at = memory + WORDS + words.slot * W_STAGE_BYTES + block * 512 + lane * 16 + word0 * 4;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const u32 from = at + (unit * STEPS + s) * BLOCKS64 * 512;
             if constexpr (NJ == 4)
-                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(from));
+                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(word[4 * s]), "=r"(word[4 * s + 1]), "=r"(word[4 * s + 2]), "=r"(word[4 * s + 3])
+                             : "r"(from));
             else if constexpr (NJ == 2)
                 asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(word[2 * s]), "=r"(word[2 * s + 1]) : "r"(from));
             else
@@ -283,51 +353,57 @@ struct Consumer {
         }
     }
 
-    DEVICE void decode(u32 (&a)[4][4], const u32 (&word)[4], int unit) const {
+    DEVICE void decode(u32 (&a)[E][4], const u32 (&word)[E], int unit) const {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int half = UNITS == 1 ? 0 : (unit * STEPS + e / NJ) / 2, j = e % NJ;
-            weights(a[e], word[e], columns[half][2 * j], columns[half][2 * j + 1]);
+        for (int e = 0; e < E; e++) {
+            const int run = (unit * STEPS + e / NJ) * RUNS * 16 / DEPTH, j = e % NJ;
+            weights(a[e], word[e], columns[run][2 * j], columns[run][2 * j + 1]);
         }
     }
 
-    // One unit on its way through the pipeline: `unit` of the chunk at `issue`, with W in `now`.
+    // Words of the next unit that is not read yet, unit `unit` of its chunk, and what else the chunk needs.
+    DEVICE void read_unit(u32 (&word)[E], int unit) {
+        if (unit == 0) barrier_wait(words.full(memory), words.parity);
+        read_words(word, unit);
+        if (unit == 0) read_params();
+        if (unit == CHUNK_UNITS - 1) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(words.empty(memory));
+            words.advance();
+        }
+    }
+
+    // One unit on its way through the pipeline: `unit` of the chunk at `rows`, with W in `now`.
     // Left over when it returns: W of the next unit in `next`, words of the one after in `word`.
-    DEVICE void unit_step(float (&acc)[NJ][ACC], u32 (&now)[4][4], u32 (&next)[4][4], u32 (&word)[4], int unit, int& to_decode, int& to_read) {
+    DEVICE void unit_step(float (&acc)[NJ][ACC], u32 (&now)[E][4], u32 (&next)[E][4], u32 (&word)[E], int unit, int& to_decode, int& to_read) {
+        if (unit == 0) barrier_wait(rows.full(memory), rows.parity);
         wgmma_fence();
-        const u64 x = x_descriptor(memory + issue.slot * STAGE_BYTES) + unit * STEPS * 2;
+        const u64 x = x_descriptor(memory + rows.slot * X_BYTES);
 #pragma unroll
-        for (int e = 0; e < 4; e++) wgmma(acc[e % NJ], now[e], x + e / NJ * 2);
+        for (int e = 0; e < E; e++) {
+            const int step = unit * STEPS + e / NJ;
+            wgmma(acc[e % NJ], now[e], x + step / 4 * (X_BOX >> 4) + step % 4 * 2);
+        }
         wgmma_commit();
         if (to_decode > 0) decode(next, word, (unit + 1) % CHUNK_UNITS), to_decode--;
-        if (to_read > 0) {
-            const int ahead = (unit + 2) % CHUNK_UNITS;
-            barrier_wait(full(read), read.parity);
-            read_words(word, ahead);
-            if (ahead == 0) read_params();
-            if (ahead == CHUNK_UNITS - 1) read.advance();
-            to_read--;
-        }
+        if (to_read > 0) read_unit(word, (unit + 2) % CHUNK_UNITS), to_read--;
         wgmma_wait();
         if (unit == CHUNK_UNITS - 1) {
-            if (lane == 0) barrier_arrive(full(issue) + 8);
-            issue.advance();
+            if (lane == 0) barrier_arrive(rows.empty(memory));
+            rows.advance();
         }
     }
 
-    DEVICE void product(float (&acc)[NJ][ACC], int chunks) {
-        u32 a[4][4], b[4][4], word[4];
-        int units = chunks * CHUNK_UNITS, to_decode = units, to_read = units;
-        auto read_next = [&](int unit) {
-            barrier_wait(full(read), read.parity);
-            read_words(word, unit);
-            if (unit == 0) read_params();
-            if (unit == CHUNK_UNITS - 1) read.advance();
-            to_read--;
-        };
-        read_next(0);
-        decode(a, word, 0), to_decode--;
-        if (to_read > 0) read_next(1 % CHUNK_UNITS);
+    DEVICE void product(float (&acc)[NJ][ACC], const Item& item) {
+        u32 a[E][4], b[E][4], word[E];
+        const int units = (item.end - item.first) * CHUNK_UNITS;
+        int to_decode = units - 1, to_read = units - 1;
+        if (SPLITS > 1 && units == 0) return;  // more blocks in the cluster than chunks
+        group_left = 0;
+        read_unit(word, 0);
+        group_left -= item.first % p.runs_per_group;
+        decode(a, word, 0);
+        if (to_read > 0) read_unit(word, 1 % CHUNK_UNITS), to_read--;
         for (int unit = 0; unit < units; unit += 2) {
             unit_step(acc, a, b, word, unit % CHUNK_UNITS, to_decode, to_read);
             if (unit + 1 < units) unit_step(acc, b, a, word, (unit + 1) % CHUNK_UNITS, to_decode, to_read);
@@ -337,77 +413,108 @@ struct Consumer {
     // Column of the tile's 64·BLOCKS64 for accumulator [j], rows r (half 0) and r + 8 (half 1).
     DEVICE int column(int j, int half) const { return block * 64 + (word0 + j) * 16 + half * 8 + r; }
 
-    // Leave the sums of this piece; true for the block that arrives last, with the sum of all pieces in acc.
+    // Of a cut tile: leave these sums for the block that has the tile's first chunk, or be that block, and add what the
+    // others left, in the order of k. True for the latter. It had the tile last and the others had it first, so that
+    // it seldom waits.
     DEVICE bool reduce(float (&acc)[NJ][ACC], const Item& item) {
-        const u32 before_at = memory + BARRIERS + STAGES * 16 + consumer * 4;
         const int cut_tile = item.tile - p.whole, start = cut_tile * p.chunks;
         const int first = start / p.piece, last = (start + p.chunks - 1) / p.piece;
-        auto piece = [&](int b) {  // a block's first piece of a tile, or its second
-            return p.partial + (i64)(2 * b + (cut(p, b) < start)) * QUADS * CONSUMER_THREADS + consumer * 128 + thread;
-        };
-        float4* mine = piece(blockIdx.x);
-#pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            const float (&v)[ACC] = acc[q / (ACC / 4)];
-            const int i = q % (ACC / 4) * 4;
-            __stcg(mine + (i64)q * CONSUMER_THREADS, make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
-        }
-        __threadfence();
-        sync();
         u32* arrived = p.arrived + cut_tile * CW + consumer;
-        if (thread == 0) store_shared4(before_at, atomicAdd(arrived, 1));
-        sync();
-        if (__float_as_int(load_shared4(before_at)) != last - first) return false;
-        __threadfence();
-        if (thread == 0) *arrived = 0;
-        constexpr int BATCH = 8;  // quads that are on their way at a time
+        float4* partial = p.partial + consumer * 128 + thread;
+        if (item.first > 0) {
+            partial += (i64)blockIdx.x * QUADS * CONSUMER_THREADS;
 #pragma unroll
-        for (int q0 = 0; q0 < QUADS; q0 += BATCH) {
-            float4 sum[BATCH] = {};
-            for (int b = first; b <= last; b++) {
-                const float4* from = piece(b) + (i64)q0 * CONSUMER_THREADS;
+            for (int q = 0; q < QUADS; q++) {
+                const float* v = acc[q / (ACC / 4)] + q % (ACC / 4) * 4;
+                __stcg(partial + (i64)q * CONSUMER_THREADS, make_float4(v[0], v[1], v[2], v[3]));
+            }
+            __threadfence();
+            sync();
+            if (thread == 0) atomicAdd(arrived, 1);
+            return false;
+        }
+        if (thread == 0) {
+            while (load_acquire(arrived) != last - first) __nanosleep(32);
+            *arrived = 0;
+        }
+        sync();
+        constexpr int BATCH = QUADS < 8 ? QUADS : 8;  // quads that are on their way at a time
+        for (int b = first + 1; b <= last; b++) {
+            const float4* from = partial + (i64)b * QUADS * CONSUMER_THREADS;
+#pragma unroll
+            for (int q0 = 0; q0 < QUADS; q0 += BATCH) {
                 float4 f[BATCH];
 #pragma unroll
-                for (int q = 0; q < BATCH; q++) f[q] = __ldcg(from + (i64)q * CONSUMER_THREADS);
+                for (int q = 0; q < BATCH; q++) f[q] = __ldcg(from + (i64)(q0 + q) * CONSUMER_THREADS);
 #pragma unroll
-                for (int q = 0; q < BATCH; q++)
-                    sum[q].x += f[q].x, sum[q].y += f[q].y, sum[q].z += f[q].z, sum[q].w += f[q].w;
-            }
-#pragma unroll
-            for (int q = 0; q < BATCH; q++) {
-                float* v = acc[(q0 + q) / (ACC / 4)] + (q0 + q) % (ACC / 4) * 4;
-                v[0] = sum[q].x, v[1] = sum[q].y, v[2] = sum[q].z, v[3] = sum[q].w;
+                for (int q = 0; q < BATCH; q++) {
+                    float* v = acc[(q0 + q) / (ACC / 4)] + (q0 + q) % (ACC / 4) * 4;
+                    v[0] += f[q].x, v[1] += f[q].y, v[2] += f[q].z, v[3] += f[q].w;
+                }
             }
         }
         return true;
     }
 
-    // Round, transpose through shared memory, and write rows.
-    DEVICE void write(float (&acc)[NJ][ACC], int row0, int column0) {
-        const u32 out = memory + STAGES * STAGE_BYTES + consumer * OUT_BYTES;
-        const int local = (block - consumer * NJ) * 64 + word0 * 16;  // this warp's first column among the consumer's
+    // Add what the blocks of the cluster have of the tile; each gets the sums of its own ROWS rows, first in acc.
+    DEVICE void add_splits(float (&acc)[NJ][ACC]) const {
+        asm volatile("bar.sync %0, %1;" ::"n"(CW + 1), "n"(CONSUMER_THREADS) : "memory");  // the stages are free
+        const u32 at = memory + threadIdx.x * 16;
 #pragma unroll
-        for (int j = 0; j < NJ; j++) {
-            float bias[2] = {0.f, 0.f};
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                if (w.bias && column0 + column(j, h) < p.N) bias[h] = f32_of(w.bias[column0 + column(j, h)]);
-#pragma unroll
-            for (int i = 0; i < BM / 8; i += 2) {
-                u32 d[4];
-#pragma unroll
-                for (int q = 0; q < 4; q++) {
-                    const float* v = acc[j] + (i + q / 2) * 4 + (q & 1) * 2;
-                    d[q] = pack2(v[0] + bias[q & 1], v[1] + bias[q & 1]);
-                }
-                const int row = (i + (lane >> 4)) * 8 + (lane & 7), at = local + j * 16 + (lane >> 3 & 1) * 8;
-                store_matrices(out + (row * OUT_STRIDE + at) * 2, d);
-            }
+        for (int q = 0; q < QUADS; q++) {
+            const float* v = acc[q / (ACC / 4)] + q % (ACC / 4) * 4;
+            store_shared16(at + q * CONSUMER_THREADS * 16, make_float4(v[0], v[1], v[2], v[3]));
         }
-        sync();
+        cluster_arrive();
+        cluster_wait();
+        const u32 own = at + cluster_rank() * (ROWS / 8) * CONSUMER_THREADS * 16;
+#pragma unroll
+        for (int j = 0; j < NJ; j++)
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; i++) {
+                float* v = acc[j] + i * 4;
+                v[0] = v[1] = v[2] = v[3] = 0.f;
+#pragma unroll
+                for (int rank = 0; rank < SPLITS; rank++) {
+                    const float4 f = load_from(rank, own + (j * (ACC / 4) + i) * CONSUMER_THREADS * 16);
+                    v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
+                }
+            }
+    }
+
+    // Round, transpose through shared memory, and write ROWS rows, OUT_ROWS at a time.
+    DEVICE void write(float (&acc)[NJ][ACC], int row0, int column0) {
+        const u32 out = memory + OUT + consumer * OUT_BYTES;
+        const int local = (block - consumer * NJ) * 64 + word0 * 16;  // this warp's first column among the consumer's
+        float bias[NJ][2];
+#pragma unroll
+        for (int j = 0; j < NJ; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int n = column0 + column(j, h);
+                bias[j][h] = w.bias && n < p.N ? f32_of(w.bias[n]) : 0.f;
+            }
+#pragma unroll
+        for (int pass = 0; pass < ROWS / OUT_ROWS; pass++) {
+#pragma unroll
+            for (int j = 0; j < NJ; j++)
+#pragma unroll
+                for (int i = 0; i < OUT_ROWS / 8; i++) {
+                    const float* v = acc[j] + (pass * (OUT_ROWS / 8) + i) * 4;
+                    const int row = i * 8 + (lane & 7), at = local + j * 16 + (lane >> 3 & 1) * 8;
+                    store_matrices(out + (row * OUT_STRIDE + at) * 2, pack2(v[0] + bias[j][0], v[1] + bias[j][0]),
+                                   pack2(v[2] + bias[j][1], v[3] + bias[j][1]));
+                }
+            sync();
+            write_rows(out, row0 + pass * OUT_ROWS, column0 + consumer * 64 * NJ);
+            sync();
+        }
+    }
+
+    DEVICE void write_rows(u32 out, int row0, int column0) {
         constexpr int PIECES = 8 * NJ;  // of sixteen bytes, in a row
-        for (int i = thread; i < BM * PIECES; i += 128) {
-            const int row = i / PIECES, c = i % PIECES * 8, n = column0 + consumer * 64 * NJ + c;
+        for (int i = thread; i < OUT_ROWS * PIECES; i += 128) {
+            const int row = i / PIECES, c = i % PIECES * 8, n = column0 + c;
             if (row0 + row >= p.M) break;
             if (n >= p.N) continue;
             const uint4 v = load_shared16(out + (row * OUT_STRIDE + c) * 2);
@@ -421,45 +528,57 @@ struct Consumer {
                     if (n + e < p.N) to[e] = (u16)(word[e / 2] >> e % 2 * 16);
             }
         }
-        sync();
     }
 
     DEVICE void run() {
-        Schedule schedule(p);
         Item item;
-        while (schedule.next(item)) {
+        for (Schedule schedule(p); schedule.next(item);) {
             float acc[NJ][ACC];
 #pragma unroll
             for (int j = 0; j < NJ; j++)
 #pragma unroll
                 for (int i = 0; i < ACC; i++) acc[j][i] = 0.f;
-            product(acc, item.end - item.first);
-            if (item.end - item.first < p.chunks && !reduce(acc, item)) continue;
+            product(acc, item);
+            if (SPLITS > 1)
+                add_splits(acc);
+            else if (item.end - item.first < p.chunks && !reduce(acc, item))
+                continue;
             int row_tile, column_tile;
             place(p, item.tile, row_tile, column_tile);
-            write(acc, row_tile * BM, column_tile * BN);
+            write(acc, row_tile * BM + cluster_rank() * ROWS, column_tile * BN);
         }
+        if (SPLITS > 1) cluster_arrive(), cluster_wait();  // the others may still read here
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper(const __grid_constant__ Arguments arguments) {
+#if SPLITS > 1
+#define IN_CLUSTERS __cluster_dims__(SPLITS, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) hopper(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 memory = shared_address(shared);
     release_successor();
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            barrier_init(memory + BARRIERS + s * 16, 1);
-            barrier_init(memory + BARRIERS + s * 16 + 8, CW * 4);
+        for (int s = 0; s < X_STAGES; s++) {
+            barrier_init(memory + X_BARRIERS + s * 16, 1);
+            barrier_init(memory + X_BARRIERS + s * 16 + 8, CW * 4);
+        }
+        for (int s = 0; s < W_STAGES; s++) {
+            barrier_init(memory + W_BARRIERS + s * 16, 1);
+            barrier_init(memory + W_BARRIERS + s * 16 + 8, CW * 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMER_THREADS) {
         registers_down<PRODUCER_REGISTERS>();
-        if (threadIdx.x == CONSUMER_THREADS) Producer{arguments.p, arguments.w, memory}.run();
+        if (threadIdx.x == CONSUMER_THREADS) load_words(arguments.p, arguments.w, memory);
+        if (threadIdx.x == CONSUMER_THREADS + 32) load_x(arguments.p, memory);
     } else {
         registers_up<CONSUMER_REGISTERS>();
-        wait_for_predecessor();
         Consumer(arguments.p, arguments.w, memory).run();
     }
 }

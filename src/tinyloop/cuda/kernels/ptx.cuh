@@ -39,6 +39,16 @@ DEVICE u32 pack2(float low, float high) {  // two floats, each rounded once, in 
     return d;
 }
 
+DEVICE float low_half(u32 v) { return f32_of((u16)v); }
+
+DEVICE float reciprocal(float v) {
+    float d;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+    return d;
+}
+
+DEVICE float nearest(float v) { return (v + 12582912.f) - 12582912.f; }  // whole number, up to 2²²: 1.5·2²³ has no room for less
+
 DEVICE u16 round16(float v) { return (u16)pack2(v, 0.f); }
 
 template <u32 MASK, u32 MAGIC> DEVICE u32 and_or(u32 w) {  // (w & MASK) | MAGIC, one LOP3
@@ -55,6 +65,16 @@ DEVICE u32 fma2(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
 #endif
     return d;
+}
+
+DEVICE u32 add2(u32 a, u32 b) {
+#if BF16
+    return fma2(a, 0x3f803f80, b);  // bf16 has no sum before Hopper
+#else
+    u32 d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+#endif
 }
 
 // ---- shared memory and asynchronous copies ---------------------------------------------------------------------

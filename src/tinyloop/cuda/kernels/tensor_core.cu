@@ -36,7 +36,12 @@
 #define DECODE 0
 #define PAIR 0
 #endif
+#ifndef HALVES
+#define HALVES 0  // groups begin at multiples of 32 of k, not of 64: parameters twice per chunk
+#endif
 
+constexpr int CHUNK = 64;  // k per stage
+constexpr int UNITS = HALVES ? 2 : 1;
 constexpr int UNIT_STEPS = CHUNK / 16 / UNITS;
 constexpr int BM = WM * MT * 8, BN = WN * 64, TEAM = WM * WN * 32, THREADS = TEAM * WK;
 constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = WN * CHUNK * 32;
@@ -52,14 +57,15 @@ static_assert(PASSES <= MT, "the stages are too small for the tile of one row of
 struct Problem {
     const u16* x;       // [M][ldx], sixteen-byte aligned rows
     void* y;            // [M][N], 16-bit; fp32 where SYMMETRIC
-    float* partial;     // [tiles][splits][BM][BN], unused with one split
-    u32* arrived;       // [tiles], zero between launches
+    float* partial;     // [tiles − whole][splits][BM][BN]
+    u32* arrived;       // [tiles − whole], zero between launches
     i64 ldx;
     int M, N, K;        // as the caller knows them: B, S and delta are padded
     int blocks64;       // 64-column blocks of B
     int chunks;         // of B's K
     int units_per_group;
-    int row_tiles, splits;
+    int row_tiles;
+    int whole, splits;  // tiles of a block each; of the blocks after them, so many divide K of a tile
 };
 
 struct Params {  // of the eight columns of a lane, i ↔ column 8i + r of the 64
@@ -306,15 +312,15 @@ DEVICE int output_column(int block, int c) {
 }
 
 // The last block of a tile adds the slices in their order.
-DEVICE bool last_to_arrive(const Problem& p, int tile) {
+DEVICE bool last_to_arrive(u32* arrived, int splits) {
     __shared__ int before;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) before = (int)atomicAdd(p.arrived + tile, 1);
+    if (threadIdx.x == 0) before = (int)atomicAdd(arrived, 1);
     __syncthreads();
-    if (before != p.splits - 1) return false;
+    if (before != splits - 1) return false;
     __threadfence();
-    if (threadIdx.x == 0) p.arrived[tile] = 0;  // ready for the next launch
+    if (threadIdx.x == 0) *arrived = 0;  // ready for the next launch
     return true;
 }
 
@@ -335,18 +341,18 @@ template <typename F> DEVICE void for_quads(int rows, bool pairs, F f) {
     }
 }
 
-// Sum the teams' tiles [WK][BM/PASSES][TILE_STRIDE]; write outputs, or this slice's partial sums.
+// Sum the teams' tiles [WK][BM/PASSES][TILE_STRIDE]; write outputs, or this slice's partial sums where there are.
 DEVICE void finish_pass(const Problem& p, const u16* bias, const u16* bias2, const float* tiles, float* partial, int pass,
                         int block, i64 row0) {
     auto sum = [&](int m, int c, float (&v)[4]) {
         for (int k = 0; k < WK; k++) add4(v, *(const float4*)(tiles + (k * (BM / PASSES) + m) * TILE_STRIDE + c));
     };
-    for_quads(BM / PASSES, PAIR && p.splits == 1, [&](int m, int c) {
+    for_quads(BM / PASSES, PAIR && !partial, [&](int m, int c) {
         const int row = row_of(pass, m);
         if (row0 + row >= p.M) return;
         float v[4] = {}, v2[4] = {};
         sum(m, c, v);
-        if (p.splits > 1) {
+        if (partial) {
             __stcg((float4*)(partial + row * BN + c), make_float4(v[0], v[1], v[2], v[3]));
             return;
         }
@@ -378,11 +384,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Place at{warp / (WM * WN), warp % (WM * WN) / WN, warp % WN, lane};
     // Blocks run over slices of K first, then row tiles, then columns: neighbours share words or x in the L2 cache.
-    const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits;
+    const int after = (int)blockIdx.x - p.whole, splits = after < 0 ? 1 : p.splits;
+    const int split = after < 0 ? 0 : after % splits, tile = after < 0 ? blockIdx.x : p.whole + after / splits;
     const i64 row0 = (i64)(tile % p.row_tiles) * BM;
     const int block = tile / p.row_tiles;
     const int block64 = PAIR ? block * (WN / 2) + at.wn / 2 : block * WN + at.wn;
-    const int slice0 = (i64)p.chunks * split / p.splits, slice = (i64)p.chunks * (split + 1) / p.splits - slice0;
+    const int slice0 = (i64)p.chunks * split / splits, slice = (i64)p.chunks * (split + 1) / splits - slice0;
     const int first = slice0 + slice * at.team / WK, chunks = slice0 + slice * (at.team + 1) / WK - first;
 
     float acc[4][MT][4] = {};
@@ -393,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
     team_product(acc, p, load, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
 
     float* tiles = (float*)memory;
-    float* partials = p.partial + (i64)tile * p.splits * BM * BN;
+    float* partials = p.partial + (i64)(tile - p.whole) * splits * BM * BN;
     const int r = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
@@ -408,8 +415,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
                     tiles[(at.team * (BM / PASSES) + m) * TILE_STRIDE + n] = acc[j][pass * (MT / PASSES) + i][c];
                 }
         __syncthreads();
-        finish_pass(p, arguments.w.bias, arguments.w2.bias, tiles, partials + (i64)split * BM * BN, pass, block, row0);
+        finish_pass(p, arguments.w.bias, arguments.w2.bias, tiles, splits > 1 ? partials + (i64)split * BM * BN : nullptr, pass,
+                    block, row0);
     }
-    if (p.splits > 1 && last_to_arrive(p, tile))
+    if (splits > 1 && last_to_arrive(p.arrived + tile - p.whole, splits))
         finish_slices(p, arguments.w.bias, arguments.w2.bias, partials, block, row0);
 }
