@@ -4,6 +4,7 @@ canaries."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def weight(K: int, N: int, G: int, *, seed: int = 0, integer_zero: bool = False, bias: bool = False) -> QuantWeight:
-    """G = −1 is one group over K. Zeros lie on either side of the codes' middle, so δ is as large as a weight."""
-    G = K if G == -1 else min(G, K)
-    return random_quant_weight(K, N, G, seed=seed, integer_zero=integer_zero, bias=bias).to("cuda")
+    """G = −1 is one group over K. Zeros lie on either side of the codes' middle, so δ is as large as a weight. Scales
+    are those of fp16, which kernels decode in 16-bit arithmetic; but at G = 96 of fp32, which they decode in 32."""
+    w = random_quant_weight(K, N, K if G == -1 else min(G, K), seed=seed, integer_zero=integer_zero, bias=bias)
+    if G == 96:
+        return w.to("cuda")
+    scale = w.scale.half().float()
+    zero = (w.zero / w.scale).round() * scale if integer_zero else w.zero
+    return replace(w, scale=scale, zero=zero).to("cuda")
 
 
 def large_weight(K: int, N: int, G: int) -> QuantWeight:
@@ -28,7 +34,7 @@ def large_weight(K: int, N: int, G: int) -> QuantWeight:
     g = torch.Generator("cuda").manual_seed(K + N)
     groups = -(-K // G)
     packed = torch.randint(0, 256, (K // 2, N), generator=g, device="cuda", dtype=torch.uint8)
-    scale = (0.5 + torch.rand(groups, N, generator=g, device="cuda")) * math.sqrt(12 / K) / 16
+    scale = ((0.5 + torch.rand(groups, N, generator=g, device="cuda")) * math.sqrt(12 / K) / 16).half().float()
     zero = -(5.5 + 4 * torch.rand(groups, N, generator=g, device="cuda")) * scale
     return QuantWeight(packed, scale, zero, K, G)
 

@@ -197,21 +197,21 @@ class HopperConfig:
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what alignment may take
 
-# What a block takes for 64 k of a tile, in µs. Measured on an H200, as are the constants below: a least-squares fit to
-# 900 timings, whose choices cost 0.7 % on average over the best ones (docs/log.md).
+# What a block takes for 64 k of a tile, in µs, and into how many blocks a cluster may divide it. Measured on an H200,
+# as the constants below are: a least-squares fit to 900 timings, whose choices cost 0.7 % on average over the best ones
+# (docs/log.md).
 _HOPPER_TILES = (
-    (HopperConfig(32, 1, 2, 128), 0.293),
-    (HopperConfig(32, 1, 3, 128), 0.386),
-    (HopperConfig(32, 2, 3, 128), 0.652),
-    (HopperConfig(64, 1, 2, 128), 0.340),
-    (HopperConfig(64, 1, 3, 128), 0.422),
-    (HopperConfig(64, 2, 3, 128), 0.700),
-    (HopperConfig(128, 1, 2, 128), 0.432),
-    (HopperConfig(128, 1, 3, 128), 0.585),
-    (HopperConfig(128, 2, 2, 128), 0.839),
-    (HopperConfig(256, 1, 2, 64), 0.740),
+    (HopperConfig(32, 1, 2, 128), 0.293, 4),
+    (HopperConfig(32, 1, 3, 128), 0.386, 4),
+    (HopperConfig(32, 2, 3, 128), 0.652, 1),
+    (HopperConfig(64, 1, 2, 128), 0.340, 4),
+    (HopperConfig(64, 1, 3, 128), 0.422, 4),
+    (HopperConfig(64, 2, 3, 128), 0.700, 1),
+    (HopperConfig(128, 1, 2, 128), 0.432, 4),
+    (HopperConfig(128, 1, 3, 128), 0.585, 2),
+    (HopperConfig(128, 2, 2, 128), 0.839, 1),
+    (HopperConfig(256, 1, 2, 64), 0.740, 2),
 )
-_SPLITS = (1, 2, 4)
 _TILE, _CUT, _CLUSTER = 2.16, 1.44, 0.53  # µs per tile of a block, where tiles are cut, where clusters divide K
 _SUMS_CUT, _SUMS_CLUSTER = 4.10, 5.41  # µs per 128 KB of sums that move through global and through shared memory
 
@@ -228,8 +228,7 @@ def _hopper_configs(group: int) -> list[tuple[HopperConfig, float]]:
     short = group != -1 and group % 128 != 0
     return [
         (replace(c, SPLITS=splits, DEPTH=64 if short else c.DEPTH), step)
-        for c, step in _HOPPER_TILES for splits in _SPLITS
-        if splits * 8 <= c.BM
+        for c, step, most in _HOPPER_TILES for splits in (1, 2, 4) if splits <= most
     ]  # fmt: skip
 
 

@@ -32,6 +32,12 @@ Tensor = torch.Tensor
 class Arguments(ctypes.Structure):
     """Base of the structs that kernels take; subclasses mirror the `.cu` file's, field for field."""
 
+    @functools.cached_property
+    def parameters_at(self) -> int:
+        """Where the driver finds the address of this struct, its one parameter. What is there lives as long as self."""
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self))
+        return ctypes.addressof(self._parameters)
+
 
 class Attribute(ctypes.Structure):
     """The driver's CUlaunchAttribute; of its value's 64 bytes we set the first int."""
@@ -128,10 +134,14 @@ class Launcher:
         if previous != self.device:
             torch.cuda.set_device(self.device)
         try:
-            own = getattr(self._local, "own", None) or self._own()
-            own.config.gridDimX, own.config.hStream = blocks, torch._C._cuda_getCurrentRawStream(self.device)
-            own.parameters[0] = ctypes.addressof(arguments)
-            result = self._launch(own.config_at, self._function, own.parameters_at, None)
+            try:
+                own = self._local.own
+            except AttributeError:
+                own = self._own()
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            if own.blocks != blocks or own.stream != stream:
+                own.set(blocks, stream)
+            result = self._launch(own.config_at, self._function, arguments.parameters_at, None)
         finally:
             if previous != self.device:
                 torch.cuda.set_device(previous)
@@ -152,11 +162,13 @@ class Launcher:
 class _Own:
     """What one thread hands to the driver, and where it lies."""
 
-    __slots__ = ("config", "config_at", "parameters", "parameters_at")
+    __slots__ = ("blocks", "config", "config_at", "stream")
 
     def __init__(self, config: LaunchConfig):
-        self.config, self.parameters = config, (ctypes.c_void_p * 1)()
-        self.config_at, self.parameters_at = ctypes.addressof(config), ctypes.addressof(self.parameters)
+        self.config, self.config_at, self.blocks, self.stream = config, ctypes.addressof(config), 0, -1
+
+    def set(self, blocks: int, stream: int) -> None:
+        self.config.gridDimX, self.config.hStream, self.blocks, self.stream = blocks, stream, blocks, stream
 
 
 def bind_thread(device: int) -> None:
