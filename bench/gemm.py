@@ -3,6 +3,7 @@
     python bench/gemm.py                              every shape, INT4 against fp16 (bf16 on a CPU that has it)
     python bench/gemm.py --rows 1,16 --shapes 4096x4096 --group 64 --dtype bfloat16
     python bench/gemm.py --kernels                    every INT4 kernel by itself, and the dispatcher's regret
+    python bench/gemm.py --tiles                      every tile of the chosen kernel, beside what the cost model says
     python bench/gemm.py --pair                       what the correction costs, replayed and called one by one
     python bench/gemm.py --chart result.json gemm.png draws the last line of an earlier run
 
@@ -28,7 +29,7 @@ import torch
 
 import tinyloop as tl
 from tinyloop import dispatch
-from tinyloop.cuda import gemm, hopper, paths, run
+from tinyloop.cuda import config, gemm, hopper, paths, run
 from tinyloop.dispatch_cuda import HOPPER, INT4_KERNELS, int4_refusal
 from tinyloop.ops import problem
 from tinyloop.pack import PackedWeight, pack
@@ -152,7 +153,22 @@ def composed(x: Tensor, w: PackedWeight) -> Tensor:
     return y
 
 
-def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], every: bool) -> dict[str, Any]:
+def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | None, Callable[[PackedWeight], Tensor]]]:
+    """(tile, µs by the cost model, product) for each tile of a kernel; tensor_core's has its slices of K to choose."""
+    m, on = w.marlin(), dispatch.chip(x.device)
+    if kernel == "hopper":
+        sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
+        fit = [(c, step) for c, step in config.hopper_configs(m.group_size) if c.SPLITS * c.DEPTH <= m.Kp]
+        return [
+            (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
+            for c, step in fit
+        ]
+    chosen = config.choose(x.shape[0], m.Np, m.Kp, on)
+    cut = [dataclasses.replace(chosen, splits=s) for s in (1, 2, 4, 8) if s * chosen.WK * config.CHUNK <= m.Kp]
+    return [(c, None, lambda p, c=c: gemm.product(x, p.marlin(), config=c)) for c in cut]
+
+
+def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], options: argparse.Namespace) -> dict[str, Any]:
     """One shape at one number of rows."""
     K, N, M = w.weight.K, w.weight.N, x.shape[0]
     clock = replayed if x.is_cuda else timed
@@ -176,7 +192,11 @@ def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], every: bool) -> d
     result["gbps"] = bytes_read / us / 1e3
     if x.is_cuda and (known := LIMITS.get(dispatch.chip(x.device).name)):
         result["floor"] = 1e6 * max(bytes_read / known[0], 2 * M * N * K / known[1])
-    if every and x.is_cuda and int4_refusal(problem(w, M, x.dtype), dispatch.chip(x.device)) is None:
+    if options.tiles and plan.kernel in ("tensor_core", "hopper"):
+        timed_tiles = [(clock([partial(f, p) for p in packs]), str(c), cost) for c, cost, f in tiles(x, w, plan.kernel)]
+        result["tiles"] = sorted(timed_tiles)
+        result["regret"] = us / min(timed_tiles)[0]
+    if options.kernels and x.is_cuda and int4_refusal(problem(w, M, x.dtype), dispatch.chip(x.device)) is None:
         each = {name: clock([partial(f, x, p) for p in packs]) for name, f in kernels(x).items()}
         result["kernels"] = each
         result["regret"] = us / min(each[name] for name in INT4_KERNELS if name in each)
@@ -191,6 +211,10 @@ def line(r: dict[str, Any]) -> str:
         f"| {r['K']}×{r['N']} | {r['M']} | {r['dense']:.1f} | {r['us']:.1f} | {r['kernel']} | {r['ratio']:.2f} "
         f"| {r['gbps']:.0f} | {floor} | {r['error']:.1e} | {r['dense_error']:.1e} |"
     )
+    for us, tile, cost in r.get("tiles", [])[:3]:
+        text += f" {us:.1f}" + ("" if cost is None else f" (model {cost:.1f})") + f" {tile};"
+    if "tiles" in r:
+        text += f" regret {r['regret']:.2f}"
     if "kernels" in r:
         text += " " + ", ".join(f"{k} {v:.1f}" for k, v in r["kernels"].items()) + f"; regret {r['regret']:.2f}"
     return text
@@ -210,7 +234,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         packs = copies(w) if cuda else [w]
         for M in rows:
             x = torch.randn(M, K, device=device).to(dtype)
-            results.append(row(x, w, packs, options.kernels))
+            results.append(row(x, w, packs, options))
             print(line(results[-1]), flush=True)
         del packs
     return results
@@ -266,6 +290,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128, help="group size; -1: one group over K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")
+    parser.add_argument("--tiles", action="store_true", help="time every tile of the chosen kernel too")
     parser.add_argument("--pair", action="store_true", help="time the correction pair against the symmetric product")
     parser.add_argument("--chart", nargs=2, metavar=("RESULT", "PNG"), help="draw an earlier run's last line")
     options = parser.parse_args()

@@ -179,7 +179,8 @@ def start_of_peak() -> int:
 
 @pytest.mark.parametrize(("where", "seconds"), [("cpu", 5), ("cuda", 1)])
 def test_load05_packing_a_large_weight(where: str, seconds: float) -> None:
-    """8192 × 28672 in a second on the GPU, in five from the host; beside the result, no more than 1.2 of the codes, one a byte."""
+    """8192 × 28672 in a second on the GPU, in five from the host; beside the result, no more than 1.2 of the codes, one
+    a byte."""
     w = large_weight(8192, 28672, 128).to(where)
     MarlinWeight.of(large_weight(256, 128, 128).to(where), "cuda")  # whatever loads at the first call
     before, begin = start_of_peak(), time.perf_counter()

@@ -219,12 +219,13 @@ _SUMS_CUT, _SUMS_CLUSTER = 4.10, 5.41  # µs per 128 KB of sums that move throug
 @functools.lru_cache(maxsize=1 << 12)
 def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> HopperConfig:
     """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
-    fits = [(c, step) for c, step in _hopper_configs(group) if c.SPLITS * c.DEPTH <= K]
+    fits = [(c, step) for c, step in hopper_configs(group) if c.SPLITS * c.DEPTH <= K]
     return min(fits, key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def _hopper_configs(group: int) -> list[tuple[HopperConfig, float]]:
-    """Where groups begin inside a stage of 128, their parameters would not fit into registers: stages of 64 then."""
+def hopper_configs(group: int) -> list[tuple[HopperConfig, float]]:
+    """Every tile with its µs per 64 k. Where groups begin inside a stage of 128, their parameters would not fit into
+    registers: stages of 64 then."""
     short = group != -1 and group % 128 != 0
     return [
         (replace(c, SPLITS=splits, DEPTH=64 if short else c.DEPTH), step)
@@ -272,4 +273,4 @@ def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted({c for group in (32, -1) for c, _ in _hopper_configs(group)}, key=str)
+    return sorted({c for group in (32, -1) for c, _ in hopper_configs(group)}, key=str)
