@@ -158,10 +158,9 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
     m, on = w.marlin(), dispatch.chip(x.device)
     if kernel == "hopper":
         sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
-        fit = [(c, step) for c, step in config.hopper_configs(m.group_size) if c.SPLITS * c.DEPTH <= m.Kp]
         return [
             (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
-            for c, step in fit
+            for c, step in config.hopper_configs(m.group_size, m.Kp)
         ]
     chosen = config.choose(x.shape[0], m.Np, m.Kp, on)
     cut = [dataclasses.replace(chosen, splits=s) for s in (1, 2, 4, 8) if s * chosen.WK * config.CHUNK <= m.Kp]

@@ -17,7 +17,7 @@ import torch
 
 import tinyloop as tl
 from helpers import random_quant_weight
-from tinyloop import dispatch, ops, torch_op
+from tinyloop import devices, dispatch, ops, torch_op
 from tinyloop.cuda import gemm, hopper, launch, run
 from tinyloop.cuda.config import KINDS, Chip, Config, choose, choose_hopper
 from tinyloop.marlin import MarlinWeight
@@ -77,7 +77,7 @@ def test_what_is_kept_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """DEV-04: another thread that finds a layout uses it on a stream of its own, which waits for nobody."""
     weight = permuted(random_quant_weight(128, 64, 64, seed=0, bias=True))
     w, waits = PackedWeight(weight, device="meta"), list[Any]()
-    monkeypatch.setattr(pack, "_settle", lambda device: waits.append(kept()))
+    monkeypatch.setattr(devices, "settle", lambda device: waits.append(kept()))
 
     def kept() -> tuple[Any, ...]:
         return w._marlin, w._canonical, len(w._bias), len(w._dense), w.__dict__.get("perm")

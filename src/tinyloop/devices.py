@@ -70,5 +70,12 @@ def check_room(device: torch.device, size: int, what: str, way_out: str) -> None
         raise InputError(f"{what} need {_gb(size)}; {has}: {way_out}")
 
 
+def settle(device: torch.device) -> None:
+    """Wait for what was just made of a weight: products on other streams read it without waiting for ours, and kernels
+    read it before those ahead of them in the stream have ended."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _gb(size: int) -> str:
     return f"{size / 1e9:.{0 if size >= 10e9 else 1}f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

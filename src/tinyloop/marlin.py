@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from . import devices
 from .errors import InputError
 from .weight import LinearWeight, QuantWeight, pack_nibbles
 
@@ -85,7 +86,7 @@ class MarlinWeight:
 
     @classmethod
     def of(cls, weight: QuantWeight, device: torch.device | str | None = None) -> MarlinWeight:
-        """Pack on `device` (default: where the weight is), slab by slab from the packed nibbles.
+        """Pack on `device` (default: where the weight is), slab by slab from the packed nibbles, and wait for it.
 
         Raises InputError where `refusal` has a reason.
         """
@@ -97,6 +98,7 @@ class MarlinWeight:
         scale, zero = weight.scale.to(device), weight.zero.to(device)
         S = _permuted(Tensor.half if _in_halves(weight) else Tensor.float, weight.K, group, scale)
         delta = _permuted(_delta, weight.K, group, scale, zero)
+        devices.settle(device)
         return cls(B, S, delta, weight.K, weight.N, group, _canonical_bytes(weight))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:  # uint8 [K, N], S's dtype [groups, N], fp32 [groups, N]

@@ -64,9 +64,7 @@ class PackedWeight:
         if self._marlin is None:
             assert isinstance(self.weight, QuantWeight)
             _check_no_capture(self.device)
-            made = MarlinWeight.of(self.weight, self.device)
-            _settle(self.device)  # kernels read it before those ahead in the stream have ended
-            self._marlin = made
+            self._marlin = MarlinWeight.of(self.weight, self.device)
         return self._marlin
 
     def canonical(self) -> LinearWeight:
@@ -74,7 +72,7 @@ class PackedWeight:
         if self._canonical is None:
             _check_no_capture(self.device)
             made = _contiguous(self.weight.to(self.device))
-            _settle(self.device)
+            devices.settle(self.device)
             self._canonical = made
         return self._canonical
 
@@ -91,7 +89,7 @@ class PackedWeight:
             return perm
         _check_no_capture(self.device)
         perm = perm.to(self.device)
-        _settle(self.device)
+        devices.settle(self.device)
         return perm
 
     def at(self, iteration: int) -> PackedWeight:
@@ -127,7 +125,7 @@ class PackedWeight:
         if (bias.device, bias.dtype) != (self.device, dtype) or not bias.is_contiguous():
             _check_no_capture(self.device)
             bias = bias.to(self.device, dtype).contiguous()
-            _settle(self.device)
+            devices.settle(self.device)
         self._bias[dtype] = bias
         return bias
 
@@ -176,7 +174,7 @@ class PackedWeight:
         _check_no_capture(self.device)
         W = self._rows(dtype)
         W = _reorder(W) if self.device.type == "cpu" else W
-        _settle(self.device)
+        devices.settle(self.device)
         self._dense[key] = W
         return W
 
@@ -225,12 +223,6 @@ def _is_contiguous(weight: LinearWeight) -> bool:
     """As the GPU's kernels read it; dense weights are torch's, and may have any strides."""
     tensors = (t for t in vars(weight).values() if isinstance(t, Tensor))
     return isinstance(weight, DenseWeight) or all(t.is_contiguous() for t in tensors)
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for what was just made, before it is kept: products on other streams read it without waiting for ours."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _capturing(device: torch.device) -> bool:

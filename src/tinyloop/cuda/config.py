@@ -1,4 +1,5 @@
-"""Which tile and pipeline of the tensor-core kernel serve a problem on a chip: values and a pure function of them.
+"""Which tile and pipeline of a tensor-core kernel serve a problem on a chip: values and pure functions of them.
+`Config` is tensor_core.cu's, `HopperConfig` is hopper.cu's.
 
 Needs no GPU and no torch, so that plans can be made, tested and explained anywhere.
 """
@@ -164,10 +165,10 @@ class HopperConfig:
         """Of a stage of x, of a stage of words, and of the rest."""
         blocks, out_rows = self.NJ * self.CW, min(64, self.BM // self.SPLITS)
         words = blocks * (self.DEPTH * 32 + runs * (512 if scale32 else 384))
-        return self.BM * self.DEPTH * 2, words, self.CW * out_rows * (64 * self.NJ + 8) * 2 + 512
+        return self.BM * self.DEPTH * 2, words, self.CW * out_rows * (64 * self.NJ + 8) * 2 + _BARRIERS
 
     def stages(self, scale32: bool = False, runs: int = 1) -> tuple[int, int]:
-        """Of x and of words: as many as shared memory holds, up to twelve."""
+        """Of x and of words: as many as shared memory holds, up to eleven and thirteen."""
         x, words, rest = self._bytes(scale32, runs)
         room = _HOPPER_SHARED - rest
         of_x = min(11, (room - words) // (x + words))
@@ -195,10 +196,11 @@ class HopperConfig:
         return f"{self.BM}×{self.columns} tiles, {self.CW} consumers, {self.DEPTH} k per stage{clusters}"
 
 
-_HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what alignment may take
+_HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
+_BARRIERS = 512  # bytes, 16 for each of up to 24 stages
 
 # What a block takes for 64 k of a tile, in µs, and into how many blocks a cluster may divide it. Measured on an H200,
-# as the constants below are: a least-squares fit to 900 timings, whose choices cost 0.7 % on average over the best ones
+# as the constants below are: a least-squares fit to 900 timings, whose choices cost 0.6 % on average over the best ones
 # (docs/log.md).
 _HOPPER_TILES = (
     (HopperConfig(32, 1, 2, 128), 0.293, 4),
@@ -219,17 +221,17 @@ _SUMS_CUT, _SUMS_CLUSTER = 4.10, 5.41  # µs per 128 KB of sums that move throug
 @functools.lru_cache(maxsize=1 << 12)
 def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> HopperConfig:
     """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
-    fits = [(c, step) for c, step in hopper_configs(group) if c.SPLITS * c.DEPTH <= K]
-    return min(fits, key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
+    return min(hopper_configs(group, K), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def hopper_configs(group: int) -> list[tuple[HopperConfig, float]]:
-    """Every tile with its µs per 64 k. Where groups begin inside a stage of 128, their parameters would not fit into
-    registers: stages of 64 then."""
+def hopper_configs(group: int, K: int) -> list[tuple[HopperConfig, float]]:
+    """Every tile for K as padded, with its µs per 64 k. Each block of a cluster has a chunk. Where groups begin inside
+    a stage of 128, their parameters would not fit into registers: stages of 64 then."""
     short = group != -1 and group % 128 != 0
     return [
-        (replace(c, SPLITS=splits, DEPTH=64 if short else c.DEPTH), step)
-        for c, step, most in _HOPPER_TILES for splits in (1, 2, 4) if splits <= most
+        (replace(c, SPLITS=splits, DEPTH=depth), step)
+        for c, step, most in _HOPPER_TILES for depth in [64 if short else c.DEPTH]
+        for splits in (1, 2, 4) if splits <= most and splits * depth <= K
     ]  # fmt: skip
 
 
@@ -273,4 +275,4 @@ def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted({c for group in (32, -1) for c, _ in hopper_configs(group)}, key=str)
+    return sorted({c for group in (32, -1) for c, _ in hopper_configs(group, 1 << 30)}, key=str)

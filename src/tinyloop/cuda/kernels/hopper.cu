@@ -9,21 +9,21 @@
 //   one thread             x: TMA, 64 k × BM rows, swizzled          ─► ring of X_STAGES ┤ `full`, and `empty` back
 //   consumer (CW × 128)    words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight
 //
-// The rings are two because words are needed two units before their rows of x, and take an eighth of the room.
+// The rings are two because words are needed two units before their rows of x, and take less room: an eighth at 256 rows.
 //
 // A unit is four wgmma of 64 columns × BM rows × 16 k, or eight where a stage is 128 k deep: what a unit costs beside
 // them is spent half as often then. Warp w of a consumer owns NJ words of a lane's four, so a consumer covers 64·NJ
-// columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 13 instructions (weight.cuh,
-// `Centred`) and serves BM rows; δ is in it.
+// columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 13 instructions in fp16 and 19 in
+// bf16 (weight.cuh, `Centred`) and serves BM rows; δ is in it.
 //
-// Work. The grid is one block per multiprocessor. `whole` tiles are dealt out in rounds, one to each block; of the rest,
+// Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each block; of the rest,
 // too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block. Blocks that hold a
 // later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds them in the order of k.
-// Where tiles are much fewer than blocks, clusters of SPLITS blocks divide K instead, each block sums a part of the rows
-// over the shared memories of all, and nothing goes through global memory. Repeats are bitwise equal either way.
+// Or each tile has a cluster of SPLITS blocks, which divide K; each sums a part of the rows over the shared memories of
+// all, and nothing goes through global memory. Repeats are bitwise equal either way.
 
 #ifndef BM
-#define BM 256   // rows of x per tile: 16, 32, 64, 128 or 256
+#define BM 256   // rows of x per tile: 32, 64, 128 or 256
 #define NJ 1     // words per lane and step
 #define CW 2     // consumer warpgroups
 #define DEPTH 64 // k per stage, 64 or 128
@@ -55,8 +55,8 @@ struct alignas(64) TensorMap {
 struct Problem {
     TensorMap x;     // [M][K], boxes of 64 k × BM rows, 128-byte swizzle, zeros outside
     u16* y;          // [M][N]
-    float4* partial; // [blocks][QUADS][CONSUMER_THREADS]
-    u32* arrived;    // [tiles][CW], zero between launches
+    float4* partial; // [pieces][QUADS][CONSUMER_THREADS]
+    u32* arrived;    // [cut tiles][CW], zero between launches
     int M, N;
     int blocks64, chunks, runs_per_group;
     int row_tiles, column_tiles;
@@ -138,11 +138,7 @@ DEVICE u64 x_descriptor(u32 at) { return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 
 
 // d [64 × BM] += a [64 × 16] · x [16 × BM]; lanes as in mma (ptx.cuh), warp w holding rows 16w … 16w + 15.
 DEVICE void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 x) {
-#if BM == 16
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16." TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
-                 : F8(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-#elif BM == 32
+#if BM == 32
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." TYPES
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
                  : F8(0), F8(8)
@@ -208,7 +204,7 @@ struct Schedule {
             return true;
         }
         if (whole >= p.whole) return false;
-        const int rank = cluster_rank();
+        const int rank = cluster_rank();  // a cluster has one tile, so that its sums may lie over the stages
         item = Item{whole, p.chunks * rank / SPLITS, p.chunks * (rank + 1) / SPLITS};
         whole += gridDim.x / SPLITS;
         return true;
@@ -295,7 +291,7 @@ DEVICE void load_x(const Problem& p, u32 memory) {
     }
 }
 
-// Scale and δ of a column as `weights` takes them: 16-bit arithmetic, unless scales are too fine for it.
+// Scale and δ of a column as `weights` takes them: 16-bit arithmetic, unless the pack has its scales in fp32.
 #if SCALE32
 using Column = Affine;
 DEVICE Column column_of(float scale, float delta) { return affine(scale, delta); }

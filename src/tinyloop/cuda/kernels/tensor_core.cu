@@ -383,7 +383,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
     extern __shared__ __align__(128) u8 memory[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Place at{warp / (WM * WN), warp % (WM * WN) / WN, warp % WN, lane};
-    // Blocks run over slices of K first, then row tiles, then columns: neighbours share words or x in the L2 cache.
+    // Whole tiles first, a block each; then slices of K, within row tiles, within columns: neighbours share words or x in
+    // the L2 cache.
     const int after = (int)blockIdx.x - p.whole, splits = after < 0 ? 1 : p.splits;
     const int split = after < 0 ? 0 : after % splits, tile = after < 0 ? blockIdx.x : p.whole + after / splits;
     const i64 row0 = (i64)(tile % p.row_tiles) * BM;
@@ -398,6 +399,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
                    second ? arguments.w2.delta : arguments.w.delta, nullptr};
     Loader load(p, w, row0, block64, at.wm, at.wn, lane, first);
     team_product(acc, p, load, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
+    // Teams that got a chunk less wait for themselves once more: compute-sanitizer's racecheck takes shared memory's accesses
+    // to be ordered by the number of barriers that a thread has passed.
+    if (TEAM > 32 && chunks < (slice + WK - 1) / WK) team_sync<TEAM>(at.team);
 
     float* tiles = (float*)memory;
     float* partials = p.partial + (i64)(tile - p.whole) * splits * BM * BN;
