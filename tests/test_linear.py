@@ -4,6 +4,7 @@ gradients, and every refusal."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -735,3 +736,89 @@ def test_what_is_no_weight_and_no_layer() -> None:
         QuantLinear.from_linear(nn.Conv1d(4, 4, 1))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="a Linear on the meta device cannot be rounded"):
         QuantLinear.from_linear(nn.Linear(64, 24, device="meta"))
+
+
+# ── what shares memory, moves, or is set from outside ──────────────────────────────────────────────────────────────
+
+
+def want(layer: QuantLinear, x: Tensor) -> Tensor:
+    return x @ layer.quant_weight.dequantize(torch.float32)
+
+
+def test_memory_that_moves_under_a_layer_takes_its_layouts_along() -> None:
+    """`share_memory` frees the old memory while the tensors live on, and a new layer's may come to lie there."""
+    x, kept = torch.randn(2, 256), []
+    for seed in range(40):
+        shared = QuantLinear(random_quant_weight(256, 64, 32, seed=seed))
+        shared(x)
+        kept.append(shared.share_memory())
+        fresh = QuantLinear(random_quant_weight(256, 64, 32, seed=1000 + seed))
+        assert torch.allclose(fresh(x), want(fresh, x), atol=1e-4)
+    assert all(torch.allclose(layer(x), want(layer, x), atol=1e-4) for layer in kept)
+
+
+def test_layers_that_begin_at_one_address_are_apart() -> None:
+    """Columns, rows and groups of a weight as views of it, whichever is first."""
+    w, x = random_quant_weight(256, 64, 32, seed=0), torch.randn(3, 256)
+    whole = QuantLinear(w)
+    columns = QuantLinear(QuantWeight(w.packed[:, :32], w.scale[:, :32], w.zero[:, :32], 256, 32))
+    rows = QuantLinear(QuantWeight(w.packed[:64], w.scale[:4], w.zero[:4], 128, 32))
+    one = QuantLinear(QuantWeight(w.packed, w.scale[:1], w.zero[:1], 256, 256))
+    for layer in (whole, columns, rows, one, whole, one, columns):
+        given = x[:, : layer.K]
+        for _ in range(2):
+            assert torch.allclose(layer(given), want(layer, given), atol=1e-4)
+
+
+def test_layouts_of_tensors_that_are_gone_are_gone() -> None:
+    layer, x = QuantLinear(random_quant_weight(256, 64, 32, seed=0)), torch.randn(1, 256)
+    layer(x)
+    before = len(torch_op._held)
+    for step in range(5):
+        layer.scale = layer.scale * (1 + step)
+        assert torch.allclose(layer(x), want(layer, x), atol=1e-3)
+    assert len(torch_op._held) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "text"),
+    [
+        ("scale", torch.ones(1, 64, dtype=torch.float16), r"scale is torch.float16 \[1, 64\]"),
+        ("scale", torch.ones(8, 64, dtype=torch.int32), "scale is torch.int32"),
+        ("zero", torch.ones(64, 8, dtype=torch.float16), r"zero is torch.float16 \[64, 8\]"),
+        ("bias", torch.ones(5, dtype=torch.float16), "bias"),
+    ],
+)
+def test_a_state_of_other_sizes_and_dtype_changes_nothing(name: str, given: Tensor, text: str) -> None:
+    layer = QuantLinear(random_quant_weight(256, 64, 32, seed=0, bias=True))
+    before = {key: t.clone() for key, t in layer.state_dict().items()}
+    with pytest.raises(FormatError, match=text):
+        layer.load_state_dict({**before, name: given})
+    assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("rows", [1, 6, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_layer_and_product_alone(rows: int, dtype: torch.dtype) -> None:
+    """The first call under it included, where layouts are made."""
+    w = random_quant_weight(256, 64, 32, seed=0)
+    w = QuantWeight(w.packed, w.scale.half(), w.zero.half(), 256, 32)
+    for x in (torch.randn(rows, 256), torch.randn(rows, 256).bfloat16()):
+        plain = QuantLinear(w)(x)
+        with torch.autocast("cpu", dtype):
+            y = QuantLinear(dataclasses.replace(w))(x)
+        assert y.dtype == x.dtype
+        assert torch.equal(y, plain)
+
+
+def test_the_default_dtype_is_torch_s_own_affair() -> None:
+    w, x = random_quant_weight(256, 64, 32, seed=0), torch.randn(48, 256)
+    plain = [QuantLinear(w)(x[:rows]) for rows in (1, 48)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        given = [QuantLinear(dataclasses.replace(w))(x[:rows]) for rows in (1, 48)]
+        layer = QuantLinear.from_linear(nn.Linear(256, 64, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(plain, given, strict=True))
+    assert layer.scale.dtype in (torch.float16, torch.float32)

@@ -108,6 +108,7 @@ class Canonical(nn.Module):
             )
         self.K, self.N, self.group_size, self.bits = w.K, w.N, w.group_size, w.bits
         self.integer_zero = w.integer_zero
+        self._numbers = w.K, w.group_size, w.bits, w.N
         for name, t in zip(_TENSORS, (w.packed, w.scale, w.zero, w.bias, w.perm), strict=True):
             self.register_buffer(name, t)
         self.like = torch.empty(0, dtype=dtype, device="cpu")
@@ -148,10 +149,17 @@ class Canonical(nn.Module):
             raise FormatError(f"{prefix}q is {given.dtype}; codes are uint8, and a cast would change them")
         if (given := state_dict.get(prefix + "perm")) is not None and self._buffers["perm"] is not None:
             dataclasses.replace(self.quant_weight, perm=given).check_perm()
-        for name in ("scale", "zero", "bias"):  # as stored, where copying into what is there would round
+        changed: dict[str, Any] = {}  # as stored, where copying into what is there would round
+        for name in ("scale", "zero", "bias"):
             given, held = state_dict.get(prefix + name), self._buffers[name]
             if given is not None and held is not None and given.dtype != held.dtype:
-                self._buffers[name] = torch.empty_like(given, device=held.device)
+                changed[name] = torch.empty_like(given, device=held.device)
+        if changed:
+            try:
+                dataclasses.replace(self.quant_weight, **changed)
+            except FormatError as e:
+                raise FormatError(f"the state under {prefix!r} does not fit the layer: {e}") from e
+            self._buffers.update(changed)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         torch_op.forget(self.q)
 
@@ -207,7 +215,7 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
         if (perm := b["perm"]) is not None:
             x = x.index_select(-1, perm)
         if not torch.compiler.is_compiling():
-            done = torch_op.at_once(x, b["q"], b["scale"], b["zero"], b["bias"])  # type: ignore[arg-type]
+            done = torch_op.at_once(x, b["q"], b["scale"], b["zero"], b["bias"], self._numbers)  # type: ignore[arg-type]
             if done is not None:
                 return done
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]

@@ -96,7 +96,7 @@ class Model:
         self._linear = linear
         self._ops = between(self.dtype, self.device)
         self._attention = [self._attention_of(i) for i in range(self.config.num_layers)]
-        self._inv_freq = torch.tensor(self.config.rope.inv_freq, device=self.device)
+        self._inv_freq = torch.tensor(self.config.rope.inv_freq, dtype=torch.float32, device=self.device)
         self._decoder: tuple[KVCache, object] | None = None
         self.body_cache = 0  # bytes of loop blocks that a GPU keeps dequantised
         if self.device.type == "cpu":

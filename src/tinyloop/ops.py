@@ -37,6 +37,11 @@ def quant_gemm(
     """
     if not isinstance(x, Tensor):
         raise InputError(f"x is {type(x).__name__}; activations are a torch tensor")
+    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(
+        x.device.type
+    ):  # y has x's dtype, and layouts are what they are
+        with torch.autocast(x.device.type, enabled=False):
+            return quant_gemm(x, w, exact_int4)
     packed = w if isinstance(w, PackedWeight) else pack(w)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"x is {x.dtype}; activations are float32, bfloat16 or float16: cast it first")
@@ -151,7 +156,7 @@ def _native(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → x's d
 
 
 def _native_rows(x: Tensor, w: LinearWeight) -> Tensor:  # any float [M, K] → fp32 [M, N]
-    y = torch.zeros(x.shape[0], w.N, device=x.device)
+    y = torch.zeros(x.shape[0], w.N, dtype=torch.float32, device=x.device)
     step = max(1, _SLAB // w.N)  # whatever the group: one may span all of K
     for k in range(0, w.K, step):
         end = min(w.K, k + step)

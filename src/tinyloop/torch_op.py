@@ -43,37 +43,56 @@ _library.define(f"quant_gemm_backward(Tensor g, {_WEIGHT}, {_SHAPE}) -> Tensor")
 
 @dataclass(frozen=True)
 class Held:
-    """A weight's layouts; `q` is there to forget them by, `version` counts what was written to its tensors.
+    """A weight's layouts. `objects` are there to forget them by, when one of them dies; `version` counts what was
+    written to its tensors. Where memory can be moved under a tensor, as `share_memory` does on a CPU, `places` are
+    tensors of the weight with the addresses at which the layouts are found.
 
     `few` are calls for few rows by shape, dtype and device of x, with the kernel that the plan chose: planning and
     checking cost 10 µs, which matters where products are small.
     """
 
     pack: PackedWeight
-    q: weakref.ref[Tensor]
+    objects: tuple[weakref.ref[Tensor], ...]
     version: int | None  # None: tensors made in inference mode do not count
+    places: tuple[tuple[Tensor, int], ...]
     few: dict[tuple[torch.Size, torch.dtype, torch.device], Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 FEW = 32  # rows up to which calls are kept
 
-_held: dict[tuple[int, int, int, int], Held] = {}
+Numbers = tuple[int, int, int, int]  # K, group size, bits, N: tensors that begin at one address may be of two weights
+
+_held: dict[tuple[int, int, int, int, Numbers], Held] = {}
 
 
-def held_for(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, K: int, group_size: int, bits: int) -> Held:
+def held_for(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, numbers: Numbers) -> Held:
     """The weight of these tensors with its layouts, made at the first call."""
-    key = q.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr()
-    held = _held.get(key)
-    if held is not None and (held.version is None or held.version == _version(q, scale, zero, bias)):
+    held = _found(q, scale, zero, bias, numbers)
+    if held is not None:
         return held
-    own = [None if t is None else t.detach() for t in (q, scale, zero, bias)]  # not the objects whose death is awaited
-    assert own[0] is not None
-    assert own[1] is not None
-    assert own[2] is not None
-    pack = PackedWeight(QuantWeight(own[0], own[1], own[2], K, group_size, bits, bias=own[3]), device=q.device)
-    counted = not any(t.is_inference() for t in (q, scale, zero, bias) if t is not None)
-    version = _version(q, scale, zero, bias) if counted else None
-    held = _held[key] = Held(pack, weakref.ref(q, lambda _: _held.pop(key, None)), version)
+    given = [t for t in (q, scale, zero, bias) if t is not None]
+    own = [t.detach() for t in given]  # not the objects whose death is awaited
+    K, group_size, bits, _ = numbers
+    weight = QuantWeight(own[0], own[1], own[2], K, group_size, bits, bias=None if bias is None else own[3])
+    counted = not any(t.is_inference() for t in given)
+    key = q.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(), numbers
+    held = _held[key] = Held(
+        PackedWeight(weight, device=q.device),
+        tuple(weakref.ref(t, lambda _: _held.pop(key, None)) for t in given),
+        _version(q, scale, zero, bias) if counted else None,
+        tuple((t, t.data_ptr()) for t in own) if q.device.type == "cpu" else (),
+    )
+    return held
+
+
+def _found(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, numbers: Numbers) -> Held | None:
+    key = q.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(), numbers
+    held = _held.get(key)
+    if held is None or not (held.version is None or held.version == _version(q, scale, zero, bias)):
+        return None
+    for own, place in held.places:
+        if own.data_ptr() != place:
+            return None
     return held
 
 
@@ -87,7 +106,7 @@ def _version(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None) -> int
     return q._version + scale._version + zero._version + (0 if bias is None else bias._version)
 
 
-def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None) -> Tensor | None:
+def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, numbers: Numbers) -> Tensor | None:
     """The product by a kept call, or None where there is none for x or the op must be seen."""
     if not unwatched(x):
         return None
@@ -95,11 +114,8 @@ def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | No
         x.requires_grad or scale.requires_grad or zero.requires_grad or (bias is not None and bias.requires_grad)
     ):
         return None
-    held = _held.get((q.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr()))
-    if held is None or not (
-        held.version is None
-        or held.version == q._version + scale._version + zero._version + (0 if bias is None else bias._version)
-    ):  # `_version`, without a call
+    held = _found(q, scale, zero, bias, numbers)
+    if held is None:
         return None
     call = held.few.get((x.shape, x.dtype, x.device))
     return call(x) if call is not None and x.is_contiguous() else None
@@ -136,7 +152,7 @@ _interpreter = _C._functorch.peek_interpreter_stack  # of vmap, grad and their l
 def _product(
     x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, K: int, group_size: int, bits: int
 ) -> Tensor:
-    held = held_for(q, scale, zero, bias, K, group_size, bits)
+    held = held_for(q, scale, zero, bias, (K, group_size, bits, q.shape[1]))
     call = held.few.get((x.shape, x.dtype, x.device))
     return call(x) if call is not None and x.is_contiguous() else _planned(x, held)
 
@@ -203,8 +219,9 @@ def _gradient(g: Tensor, q: Tensor, scale: Tensor, zero: Tensor, K: int, group_s
     """On W in the dtype of g; in fp32 where that is fp16, which CPUs do not multiply."""
     half = g.dtype == torch.float16 and not g.is_cuda
     dtype = torch.float32 if half else g.dtype
-    W = held_for(q, scale, zero, None, K, group_size, bits).pack.dense(dtype, keep=False)  # [N, K]
-    return (g.reshape(-1, g.shape[-1]).to(dtype) @ W).to(g.dtype).reshape(*g.shape[:-1], K)
+    W = held_for(q, scale, zero, None, (K, group_size, bits, q.shape[1])).pack.dense(dtype, keep=False)  # [N, K]
+    with torch.autocast(g.device.type, enabled=False):
+        return (g.reshape(-1, g.shape[-1]).to(dtype) @ W).to(g.dtype).reshape(*g.shape[:-1], K)
 
 
 def _product_shape(x: Tensor, q: Tensor, *rest: Any) -> Tensor:

@@ -164,7 +164,7 @@ class QuantWeight:
         """What the roundings tend to on average over iterations; without a channel, W."""
         if self.channel is None:
             return self.dequantize()
-        W = torch.empty(self.K, self.N, device=self.packed.device)
+        W = torch.empty(self.K, self.N, dtype=torch.float32, device=self.packed.device)
         for k, end in self._slabs():
             code = self._codes(k, end) + channel.means(self.channel, self._channel(k, end), k)
             W[k:end] = self._values(k, code)

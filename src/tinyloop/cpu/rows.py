@@ -71,7 +71,7 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.dtype not in (torch.bfloat16, torch.float32):
         return layers.losses(logits, targets)
     logits = logits.contiguous()
-    out = torch.empty(logits.shape[0])
+    out = torch.empty(logits.shape[0], dtype=torch.float32)
     words = _words(logits) if logits.dtype == torch.bfloat16 else logits.numpy()
     run(kernels.losses_rows, words, targets.numpy(), out.numpy())
     return out

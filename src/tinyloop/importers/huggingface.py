@@ -194,7 +194,12 @@ def _bias(
     found = [_own_bias(source, *own) for own in zip(modules, parts, shapes, strict=True)]
     if all(bias is None for bias in found):
         return None
-    return torch.cat([torch.zeros(N) if bias is None else bias for bias, (N, _) in zip(found, shapes, strict=True)])
+    return torch.cat(
+        [
+            torch.zeros(N, dtype=torch.float32) if bias is None else bias
+            for bias, (N, _) in zip(found, shapes, strict=True)
+        ]
+    )
 
 
 def _own_bias(source: _Source, module: str, part: Part | None, shape: list[int]) -> Tensor | None:

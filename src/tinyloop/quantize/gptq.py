@@ -154,11 +154,11 @@ def _descend(
     K, N = W.shape
     left = W[order]  # what is to be represented, corrected as errors arrive
     group_of = (order // G).tolist()
-    q = torch.empty(K, N)
-    scale, zero = torch.empty(-(-K // G), N), torch.empty(-(-K // G), N)
+    q = torch.empty(K, N, dtype=torch.float32)
+    scale, zero = (torch.empty(-(-K // G), N, dtype=torch.float32) for _ in range(2))
     for first in range(0, K, BLOCK):
         end = min(first + BLOCK, K)
-        errors = torch.empty(end - first, N)
+        errors = torch.empty(end - first, N, dtype=torch.float32)
         with _one_thread():
             for i in range(first, end):
                 g = group_of[i]
@@ -192,7 +192,7 @@ def _one_thread() -> Iterator[None]:
 
 def _round_all(W: Tensor, G: int, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and parameters of every group, rounded to nearest."""
-    pairs = [parameters(part, torch.ones(part.shape[0]), spec) for part in torch.split(W, G)]
+    pairs = [parameters(part, torch.ones(part.shape[0], dtype=torch.float32), spec) for part in torch.split(W, G)]
     scale, zero = (torch.stack(t) for t in zip(*pairs, strict=True))
     group = torch.arange(W.shape[0]) // G
     return rounding.nearest_mean((W - zero[group]) / scale[group], spec.channel), scale, zero

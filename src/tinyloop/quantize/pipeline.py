@@ -175,7 +175,7 @@ class _Run:
         reads = "embed" if self.checkpoint.config.tie_word_embeddings else "head"
         for name in names:
             K = self.checkpoint.outlines[name].K
-            H = torch.zeros(K, K) if name == reads else torch.eye(K)
+            H = torch.zeros(K, K, dtype=torch.float32) if name == reads else torch.eye(K, dtype=torch.float32)
             for x in self.x if name == reads else ():
                 add_outer(H, self.model._norm(x.clone(), None, "final_norm")[0])
             self._quantise([name], H)
@@ -187,7 +187,7 @@ class _Run:
         if not names:
             return
         K = self.checkpoint.outlines[names[0]].K
-        H = self.watched[id(self.model.weights[names[0]])] = torch.zeros(K, K)
+        H = self.watched[id(self.model.weights[names[0]])] = torch.zeros(K, K, dtype=torch.float32)
         for x in self.x:
             self._through(x, layers, repeats, until=(layer, stage))
         self.watched.clear()
