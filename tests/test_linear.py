@@ -746,7 +746,7 @@ def want(layer: QuantLinear, x: Tensor) -> Tensor:
 
 
 def test_memory_that_moves_under_a_layer_takes_its_layouts_along() -> None:
-    """`share_memory` frees the old memory while the tensors live on, and a new layer's tensors may come to lie there."""
+    """`share_memory` frees the old memory while the tensors live on, and a new layer's may come to lie there."""
     layer, x = QuantLinear(random_quant_weight(256, 64, 32, seed=0)), torch.randn(2, 256)
     layer(x)
     old = [(t.data_ptr(), t._version) for t in (layer.q, layer.scale, layer.zero)]
