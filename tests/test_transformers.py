@@ -4,9 +4,11 @@ of others, with adapters on top. Models are random and tiny; nothing is download
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch._dynamo.testing
 from torch import nn
 
 import tinyloop as tl
-from helpers import LOOPED, PLAIN, VOCAB, tiny_checkpoint
+from helpers import LOOPED, PLAIN, VOCAB, tiny_checkpoint, with_random_perm
 from tinyloop.quantize import Calibration, nearest
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the extra transformers")
@@ -107,6 +109,8 @@ def test_a_model_that_does_not_fit_is_left_as_it_was() -> None:
         tl.load_into(llama(), tiny_checkpoint(segments=LOOPED))
     with pytest.raises(tl.InputError, match=r"hf_model is Linear; give a causal model of transformers"):
         tl.load_into(nn.Linear(2, 2), checkpoint)
+    with pytest.raises(tl.InputError, match=r"source=3 is int; give the path of a .tinyloop file, or a Checkpoint"):
+        tl.load_into(llama(), 3)  # type: ignore[arg-type]
 
 
 # ── quantising in place ────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,13 +271,22 @@ def made(how: str) -> Any:
         model = llama()
         tl.load_into(model, tiny_checkpoint(segments=PLAIN))
         return model
+    if how == "act-order":
+        checkpoint, model = tiny_checkpoint(segments=PLAIN), llama()
+        weights = {n: with_random_perm(w) if n.startswith("layers.") else w for n, w in checkpoint.weights.items()}
+        tl.load_into(model, dataclasses.replace(checkpoint, weights=weights))
+        return model
     model = llama(tied=how != "untied", kind="Qwen2" if how == "bias" else "Llama")
-    rules = [("lm_head", SPEC)] if how == "head" else []
+    rules = [("lm_head", SPEC)] if how in ("head", "both", "moved") else []
+    rules += [("*embed_tokens", SPEC)] if how in ("both", "moved") else []
     tl.quantize_(model, tl.QuantSpec(group_size=32, integer_zero=how == "integer"), rules=rules)
+    if how == "moved":  # to another device: what was shared is there twice
+        for m in model.modules():
+            m._buffers.update({n: t.clone() for n, t in m._buffers.items() if t is not None})
     return model
 
 
-@pytest.mark.parametrize("how", ["file", "tied", "untied", "head", "bias", "integer"])
+@pytest.mark.parametrize("how", ["file", "act-order", "tied", "untied", "head", "both", "moved", "bias", "integer"])
 def test_imp03_saved_and_loaded_again(how: str, tmp_path: Path) -> None:
     model, ids = made(how), tokens()
     wanted = logits(model, ids)
@@ -304,6 +317,27 @@ def test_load01_a_folder_with_something_missing(tmp_path: Path) -> None:
     extra = "model.layers.0.mlp.up_proj._extra_state"
     save_file({**state, extra: state[extra] + torch.tensor([0, 0, -16, 0, 0])}, file, {"format": "pt"})
     with pytest.raises(tl.FormatError, match=r"the state is of .*group_size=16.* the layer of .*group_size=32"):
+        tl.load_transformers(tmp_path)
+    save_file({**state, name: state[name][:-1].contiguous()}, file, {"format": "pt"})
+    with pytest.raises(tl.FormatError, match=rf"1 mismatched keys, the first is {re.escape(name)}: \[31, 96\]; copy"):
+        tl.load_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda q: q.pop("modules"), r"quantization_config has modules=None, shared=\{\}; both must be objects"),
+    (lambda q: q["modules"].update({"lm_head": 3}), r"quantization_config has lm_head with embedding=None, which no"),
+    (lambda q: q["modules"]["model.layers.0.mlp.up_proj"].update(bits=3), r"up_proj with bits=3, which no layer of"),
+    (lambda q: q["modules"]["model.layers.0.mlp.up_proj"].pop("perm"), r"up_proj with perm=None"),
+    (lambda q: q["modules"]["model.layers.0.mlp.up_proj"].update(parameters="int7"), r"up_proj with parameters='int7'"),
+    (lambda q: q["modules"].update(gone=q["modules"]["lm_head"]), r"names gone, which the model has not; copy config"),
+    (lambda q: q["modules"].update({"model.norm": q["modules"]["lm_head"]}), r"makes a LlamaRMSNorm quantised"),
+])  # fmt: skip
+def test_settings_that_do_not_describe_the_model(change: Callable[[Any], Any], text: str, tmp_path: Path) -> None:
+    made("head").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    change(values["quantization_config"])
+    (tmp_path / "config.json").write_text(json.dumps(values), "utf-8")
+    with pytest.raises(tl.FormatError, match=text):
         tl.load_transformers(tmp_path)
 
 

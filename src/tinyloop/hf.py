@@ -43,6 +43,10 @@ def load_into(hf_model: nn.Module, source: str | os.PathLike[str] | Checkpoint) 
     Raises InputError naming the first difference between model and file, UnsupportedError for looped files, which
     `transformers` has no model for. In each case the model is unchanged.
     """
+    if not isinstance(source, (Checkpoint, str, os.PathLike)):
+        raise InputError(
+            f"source={source!r} is {type(source).__name__}; give the path of a .tinyloop file, or a Checkpoint"
+        )
     checkpoint = source if isinstance(source, Checkpoint) else container.read(source)
     _check(hf_model, checkpoint.config)
     parts = _linear_parts(hf_model, checkpoint)
