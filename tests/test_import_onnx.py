@@ -77,6 +77,35 @@ def tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
     return lambda graph: change(next(t for t in graph.initializer if name in t.name))
 
 
+def as_type(data_type: int) -> Callable[[Any], None]:
+    """Another type, with no length that would contradict it."""
+
+    def change(t: Any) -> None:
+        t.data_type = data_type
+        kept = [e for e in t.external_data if e.key != "length"]
+        del t.external_data[:]
+        t.external_data.extend(kept)
+
+    return change
+
+
+def inside(t: Any) -> None:
+    t.data_location = 0
+    t.raw_data = bytes(4096)
+    del t.external_data[:]
+
+
+def exchanged(*places: int) -> Callable[[Any], None]:
+    """Inputs of gate and up, one for the other."""
+
+    def change(graph: Any) -> None:
+        gate, up = operator(graph, "gate_proj"), operator(graph, "up_proj")
+        for i in places:
+            gate.input[i], up.input[i] = up.input[i], gate.input[i]
+
+    return change
+
+
 def place(key: str, value: str) -> Callable[[Any], None]:
     def change(t: Any) -> None:
         next(e for e in t.external_data if e.key == key).value = value
@@ -97,9 +126,15 @@ def place(key: str, value: str) -> Callable[[Any], None]:
     (place("offset", "-1"), FormatError, r"model\.onnx\.data does not hold tensor"),
     (place("location", str(FIXTURES / "asym" / "model.onnx.data")), FormatError, r"is no file of this folder"),
     (place("location", "other.data"), FormatError, r"is in 'other\.data', which is no file of this folder"),
-    (tensor("down_proj.MatMul.weight_Q4", lambda t: setattr(t, "data_type", 1)), FormatError,
+    (place("length", "7"), FormatError, r"weight_Q4 has length '7'; U8 \[32, 4, 8\] is 1024 bytes"),
+    (place("length", "x"), FormatError, r"weight_Q4 has length 'x'"),
+    *((exchanged(i), FormatError, r"gate_proj/MatMul_Q4 takes codes, .* of \S+gate_proj and \S+up_proj; those of one")
+      for i in (1, 2, 3)),
+    *((tensor(name, inside), UnsupportedError, rf"{name}\S* is stored in the graph itself; read are tensors in a file")
+      for name in ("down_proj.MatMul.weight_scales", "input_layernorm", "embed_tokens")),
+    (tensor("down_proj.MatMul.weight_Q4", as_type(1)), FormatError,
      r"does not hold tensor .*down_proj"),
-    (tensor("down_proj.MatMul.weight_scales", lambda t: setattr(t, "data_type", 2)), FormatError,
+    (tensor("down_proj.MatMul.weight_scales", as_type(2)), FormatError,
      r"down_proj\.scales is torch\.uint8 \[32, 4\]"),
     (tensor("qkv_proj.MatMul.weight_scales", lambda t: setattr(t, "name", "val_7")), FormatError,
      r"scales '.*' is None"),
@@ -126,8 +161,14 @@ def test_folders_around_a_graph(tmp_path: Path) -> None:
     (folder / "model.onnx").write_bytes(b"\xff" * 100)
     refused(folder, FormatError, r"model\.onnx is truncated or no ONNX file")
     (folder / "model.onnx").write_bytes(b"")
-    refused(folder, FormatError, r"has 0 of the tensors model\.embed_tokens\.weight")
+    refused(folder, FormatError, r"model\.onnx has 0 bytes and no operator; it is truncated, copy it again")
+    (folder / "more.onnx").write_bytes(b"")
+    refused(folder, UnsupportedError, r"has 2 graphs, model\.onnx and more\.onnx; keep the model's only")
+    (folder / "more.onnx").unlink()
     (folder / "model.onnx").unlink()
+    (folder / "model.onnx").mkdir()
+    refused(folder, FormatError, r"model\.onnx is no file; give the folder that holds the graph itself")
+    (folder / "model.onnx").rmdir()
     refused(folder, FormatError, r"has neither model\.safetensors nor")
 
 

@@ -347,6 +347,13 @@ def test_imp10_zero_points_of_older_releases(tmp_path: Path) -> None:
     assert same(import_model(fixture("ct-asym", tmp_path, unpacked)), import_model(FIXTURES / "ct-asym"))
 
 
+@pytest.mark.parametrize("z", [100, -100, 120, 8, -9])
+def test_zero_points_beyond_four_bits_are_refused(tmp_path: Path, z: int) -> None:
+    name = f"{DOWN}.weight_zero_point"
+    folder = fixture("ct-asym", tmp_path, lambda t: t.update({name: torch.full((32, 4), z, dtype=torch.int8)}))
+    refused(folder, FormatError, rf"{re.escape(name)} holds {z}; zero points of 4 bits lie in -8\.\.7: copy the file")
+
+
 def test_g_idx_of_compressed_tensors(tmp_path: Path) -> None:
     t = truths("ct-asym", "mlp_down")[0]
     g_idx = t.g_idx[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
@@ -655,10 +662,24 @@ def test_settings_of_the_wrong_kind(tmp_path: Path) -> None:
     refused(folder, FormatError, "config.json has quantization_config='gptq'; it must be an object")
 
 
-@pytest.mark.parametrize(("kind", "method"), [("gptq-sym", "GPTQ or AWQ"), ("ct-sym", "compressed-tensors")])
+@pytest.mark.parametrize(("kind", "label", "text"), [
+    ("gptq-sym", {"checkpoint_format": "marlin"}, r"says marlin, whose codes are named B, .*qweight, as gptq or awq"),
+    ("gptq-sym", {"is_marlin_format": True}, r"config: quantization_config says marlin, .*; correct quant_method or"),
+    ("awq", {"quant_method": "marlin"}, r"says marlin, whose codes are named B, .*qweight, as gptq or awq writes it"),
+    ("ct-asym", {"quant_method": "gptq", "bits": 4}, r"says gptq, .* named qweight, .*weight_packed, as compressed"),
+    ("gptq-sym", {"quant_method": "mlx"}, r"says mlx, whose codes are named weight, .*qweight, as gptq or awq"),
+    ("mlx", {"quant_method": "awq"}, r"says awq, whose codes are named qweight, .*\.weight, as mlx writes it"),
+])  # fmt: skip
+def test_imp09_a_label_of_another_format(tmp_path: Path, kind: str, label: dict[str, Any], text: str) -> None:
+    refused(fixture(kind, tmp_path, **label), FormatError, text.replace("config: ", r"config\.json: "))
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("gptq-sym", "GPTQ or AWQ"), ("ct-sym", "compressed-tensors"), ("mlx", "MLX")]
+)
 def test_codes_without_settings(tmp_path: Path, kind: str, method: str) -> None:
     folder = fixture(kind, tmp_path)
-    reconfigure(folder, quantization_config=...)
+    reconfigure(folder, quantization_config=..., quantization=...)
     refused(folder, FormatError, rf"as {method} writes it, but no quantization_config .* quantize_config\.json or")
 
 
@@ -704,6 +725,8 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
         ("gptqmodel-v2", {"dynamic": {"[": {}}}, r"'\[' is no regular expression"),
         ("gptqmodel-v2", {"meta": [1]}, r"meta=\[1\] must be an object"),
         ("awq", {"modules_to_not_convert": 3.5}, r"modules_to_not_convert=3\.5 must be a list"),
+        ("awq", {"zero_point": "false"}, r"zero_point='false' must be true or false"),
+        ("ct-asym", {"config_groups": {"g": scheme(symmetric="false")}}, r"symmetric='false' must be true or false"),
         ("ct-asym", {"ignore": 1}, r"ignore=1 must be a list"),
         ("ct-asym", {"ignore": ["re:["]}, r"'\[' is no regular expression"),
         ("ct-asym", {"sparsity_config": "4"}, r"sparsity_config='4' must be an object"),
@@ -721,6 +744,26 @@ def test_settings_that_tolerate_other_types(tmp_path: Path) -> None:
     assert same(import_model(fixture("ct-asym", tmp_path / "ct", ignore=[1])), import_model(FIXTURES / "ct-asym"))
     folder = fixture("gptqmodel-v2", tmp_path / "gptq", meta={"quantizer": 5}, dynamic=None)
     assert same(import_model(folder), import_model(FIXTURES / "gptqmodel-v2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("gptq-sym", "checkpoint_format"), ("awq", "version"), ("ct-asym", "format")]
+)
+def test_a_setting_that_is_null_is_none(tmp_path: Path, kind: str, key: str) -> None:
+    assert same(import_model(fixture(kind, tmp_path, **{key: None})), import_model(FIXTURES / kind))
+
+
+def test_nothing_says_which_group_an_input_is_of(tmp_path: Path) -> None:
+    def drop(t: Tensors) -> None:
+        for name in [name for name in t if name.endswith("g_idx")]:
+            del t[name]
+
+    checkpoint = import_model(fixture("gptq-sym", tmp_path, drop, desc_act=...))
+    assert same(checkpoint, import_model(FIXTURES / "gptq-sym"))
+    assert any(
+        re.match(r"Neither g_idx nor desc_act says .*: read as groups in order: .* and 6", n) for n in notes(checkpoint)
+    )
+    assert not notes(import_model(fixture("gptq-sym", tmp_path, drop, desc_act=False)))
 
 
 @pytest.mark.parametrize(
@@ -746,6 +789,7 @@ def test_mlx_words_in_one_row(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"num_hidden_layers": 10**30}, r"more than 10000 layers are taken for a damaged file"),
+        *(({key: "false"}, rf"{key}='false' must be true or false") for key in ("tie_word_embeddings", "mlp_bias")),
         ({"auto_map": 3.5}, r"auto_map=3\.5; it must be an object"),
         ({"partial_rotary_factor": "4"}, r"partial_rotary_factor='4' must be in \(0, 1\]"),
     ],

@@ -4,9 +4,11 @@ of others, with adapters on top. Models are random and tiny; nothing is download
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch._dynamo.testing
 from torch import nn
 
 import tinyloop as tl
-from helpers import LOOPED, PLAIN, VOCAB, tiny_checkpoint
+from helpers import LOOPED, PLAIN, VOCAB, tiny_checkpoint, with_random_perm
 from tinyloop.quantize import Calibration, nearest
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the extra transformers")
@@ -107,6 +109,8 @@ def test_a_model_that_does_not_fit_is_left_as_it_was() -> None:
         tl.load_into(llama(), tiny_checkpoint(segments=LOOPED))
     with pytest.raises(tl.InputError, match=r"hf_model is Linear; give a causal model of transformers"):
         tl.load_into(nn.Linear(2, 2), checkpoint)
+    with pytest.raises(tl.InputError, match=r"source=3 is int; give the path of a .tinyloop file, or a Checkpoint"):
+        tl.load_into(llama(), 3)  # type: ignore[arg-type]
 
 
 # ── quantising in place ────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,16 +226,33 @@ def test_qnt04_what_cannot_be_is_refused_before_anything_is_changed() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"rules": [("*.q_prj", None)]}, r"rule '\*.q_prj' fits no dense linear layer; names are like model\."),
         ({"spec": tl.QuantSpec(96)}, r"12 modules cannot be quantised: .*q_proj has K=64 < group 96"),
+        ({"spec": 32}, r"spec=32 must be a QuantSpec, such as QuantSpec\(group_size=32\), or None"),
+        (
+            {"rules": "lm_head"},
+            r"rules has 'lm_head'; it must be a list of pairs \(pattern of names, QuantSpec or None",
+        ),
+        ({"rules": {"lm_head": None}}, r"rules has \{'lm_head': None\}; it must be a list of pairs"),
+        ({"rules": [("lm_head", 4)]}, r"rules has \('lm_head', 4\); it must be"),
+        ({"rules": ["ab"]}, r"rules has 'ab'; it must be"),
         ({"rules": [("*", None)]}, r"no dense linear layer is left"),
         ({"spec": tl.QuantSpec(32, channel="frac4")}, r"channel='frac4': transformers applies every layer once"),
-        ({"calibration": tokens().float()}, r"calibration is torch.float32 \[2, 24\]; give int64"),
-        ({"calibration": tokens()[0]}, r"calibration is torch.int64 \[24\]; give int64"),
+        ({"calibration": tokens().float()}, r"calibration is torch.float32 \[2, 24\]; it needs .*give int64"),
+        (
+            {"calibration": tokens()[0]},
+            r"calibration is torch.int64 \[24\]; it needs texts of 2 tokens .*give",
+        ),
+        ({"calibration": tokens()[:0]}, r"calibration is torch.int64 \[0, 24\]; it needs texts of 2 tokens"),
+        ({"calibration": tokens().tolist()}, r"calibration is list; give int64 \[texts, length\] \(calibration_tokens"),
+        ({"calibration": tokens() + VOCAB}, r"calibration holds token \d+; the model has tokens 0\.\.271: use its own"),
+        ({"calibration": tokens() - VOCAB}, r"calibration holds token -\d+; the model has tokens 0\.\.271"),
     ]
     for given, message in wrong:
         with pytest.raises(tl.InputError, match=message):
             tl.quantize_(model, **{"spec": SPEC, **given})
     with pytest.raises(tl.UnsupportedError, match=r"no list of blocks to calibrate"):
         tl.quantize_(nn.Sequential(nn.Linear(64, 64)), SPEC, tokens())
+    with pytest.raises(tl.InputError, match=r"group_size=True must be a whole number, or None"):
+        tl.QuantSpec(group_size=True)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
@@ -240,6 +261,109 @@ def test_blocks_that_do_not_follow_one_another() -> None:
     model.model.layers[1].register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))
     with pytest.raises(tl.UnsupportedError, match=r"model.layers.1 does not take what the block before it gives"):
         tl.quantize_(model, SPEC, tokens())
+
+
+@pytest.mark.parametrize(("what", "text"), [
+    (nn.Linear(64, 64), r"hf_model is a Linear itself, .*; use QuantLinear\.from_linear or QuantEmbedding"),
+    (nn.Embedding(64, 64), r"hf_model is a Embedding itself"),
+    (None, r"hf_model is NoneType; give a model"),
+    ("model", r"hf_model is str; give a model"),
+])  # fmt: skip
+def test_what_is_no_model(what: Any, text: str) -> None:
+    with pytest.raises(tl.InputError, match=text):
+        tl.quantize_(what, SPEC)
+    assert type(what) is not nn.Linear or not list(what.children())
+
+
+def test_weights_without_usable_values_are_named_before_anything_is_changed() -> None:
+    damaged = llama()
+    with torch.no_grad():
+        damaged.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    cases = [
+        (damaged, r"1 modules cannot be quantised: model\.layers\.1\.mlp\.up_proj holds NaN or infinite values"),
+        (llama().double(), r"14 modules .*q_proj is torch\.float64, but a product takes float32, bfloat16 or float16"),
+        (llama().to("meta"), r"14 modules .*q_proj is on the meta device and has no values, load them first"),
+    ]
+    for model, text in cases:
+        for calibration in (None, tokens()):
+            with pytest.raises(tl.InputError, match=text):
+                tl.quantize_(model, SPEC, calibration)
+        assert not any(isinstance(m, tl.QuantLinear) for m in model.modules())
+    reports = tl.quantize_(damaged, SPEC, rules=[("*.layers.1.mlp.up_proj", None)])
+    assert len(reports) == 13
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_an_interrupted_model_is_as_it_was(calibrated: bool) -> None:
+    model = llama().train()
+    model.model.layers[0].eval()
+    before, state = dict(model.named_modules()), copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+
+    def stop(done: int, *_: Any) -> None:
+        if done == 13:
+            raise KeyboardInterrupt
+
+    rules = [("lm_head", SPEC), ("*embed_tokens", SPEC)]
+    with pytest.raises(KeyboardInterrupt):
+        tl.quantize_(model, SPEC, tokens() if calibrated else None, rules=rules, progress=stop)
+    after = dict(model.named_modules())
+    assert before.keys() == after.keys()
+    assert all(m is before[name] for name, m in after.items())
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings
+    assert [m.training for m in model.modules()] == modes
+    tl.quantize_(model, SPEC, tokens() if calibrated else None)
+    assert [m.training for m in model.modules()] == modes
+
+
+def test_a_layer_under_two_names_is_one_layer() -> None:
+    first = nn.Linear(64, 64)
+    model = nn.Sequential(first, nn.ReLU(), nn.Sequential(first))
+    assert [r.name for r in tl.quantize_(model, SPEC)] == ["0"]
+    assert isinstance(model[0], tl.QuantLinear)
+    assert model[2][0] is model[0]
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Named(nn.Linear):
+    """A subclass that computes what its base does."""
+
+
+def test_a_layer_that_computes_more_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Scaled(64, 64), Named(64, 64), nn.Linear(64, 64), nn.utils.parametrizations.weight_norm(
+        nn.Linear(64, 64)))  # fmt: skip
+    model[2].forward = model[2].forward
+    with caplog.at_level(logging.WARNING, "tinyloop"):
+        reports = tl.quantize_(model, SPEC)
+    assert [r.name for r in reports] == ["1"]
+    assert [type(m).__name__ for m in model] == ["Scaled", "QuantLinear", "Linear", "ParametrizedLinear"]
+    assert "0 is kept dense: its class Scaled has a forward of its own, which would be lost." in caplog.messages
+    assert "2 is kept dense: it has a forward of its own, which would be lost." in caplog.messages
+    assert any(m.startswith("3 is kept dense: its weight is computed anew") for m in caplog.messages)
+    with pytest.raises(tl.InputError, match=r"rule '0' asks to quantise 0, but its class Scaled has a forward of its"):
+        tl.quantize_(nn.Sequential(Scaled(64, 64), nn.Linear(64, 64)), SPEC, rules=[("0", SPEC)])
+    tl.quantize_(nn.Sequential(Scaled(64, 64), nn.Linear(64, 64)), SPEC, rules=[("0", None)])
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_hooks_pass_to_the_layer_in_place(calibrated: bool) -> None:
+    model, seen = llama(), []
+    down = model.model.layers[1].mlp.down_proj
+    down.register_forward_pre_hook(lambda m, args, kwargs: seen.append(m), with_kwargs=True)
+    doubling = down.register_forward_hook(lambda m, args, y: 2 * y)
+    tl.quantize_(model, SPEC, tokens() if calibrated else None)
+    new, x = model.model.layers[1].mlp.down_proj, torch.randn(3, 96)
+    seen.clear()
+    y = new(x)
+    assert seen == [new]
+    doubling.remove()
+    assert torch.allclose(y, 2 * new(x))
 
 
 class Words:
@@ -267,13 +391,22 @@ def made(how: str) -> Any:
         model = llama()
         tl.load_into(model, tiny_checkpoint(segments=PLAIN))
         return model
+    if how == "act-order":
+        checkpoint, model = tiny_checkpoint(segments=PLAIN), llama()
+        weights = {n: with_random_perm(w) if n.startswith("layers.") else w for n, w in checkpoint.weights.items()}
+        tl.load_into(model, dataclasses.replace(checkpoint, weights=weights))
+        return model
     model = llama(tied=how != "untied", kind="Qwen2" if how == "bias" else "Llama")
-    rules = [("lm_head", SPEC)] if how == "head" else []
+    rules = [("lm_head", SPEC)] if how in ("head", "both", "moved") else []
+    rules += [("*embed_tokens", SPEC)] if how in ("both", "moved") else []
     tl.quantize_(model, tl.QuantSpec(group_size=32, integer_zero=how == "integer"), rules=rules)
+    if how == "moved":  # to another device: what was shared is there twice
+        for m in model.modules():
+            m._buffers.update({n: t.clone() for n, t in m._buffers.items() if t is not None})
     return model
 
 
-@pytest.mark.parametrize("how", ["file", "tied", "untied", "head", "bias", "integer"])
+@pytest.mark.parametrize("how", ["file", "act-order", "tied", "untied", "head", "both", "moved", "bias", "integer"])
 def test_imp03_saved_and_loaded_again(how: str, tmp_path: Path) -> None:
     model, ids = made(how), tokens()
     wanted = logits(model, ids)
@@ -304,6 +437,27 @@ def test_load01_a_folder_with_something_missing(tmp_path: Path) -> None:
     extra = "model.layers.0.mlp.up_proj._extra_state"
     save_file({**state, extra: state[extra] + torch.tensor([0, 0, -16, 0, 0])}, file, {"format": "pt"})
     with pytest.raises(tl.FormatError, match=r"the state is of .*group_size=16.* the layer of .*group_size=32"):
+        tl.load_transformers(tmp_path)
+    save_file({**state, name: state[name][:-1].contiguous()}, file, {"format": "pt"})
+    with pytest.raises(tl.FormatError, match=rf"1 mismatched keys, the first is {re.escape(name)}: \[31, 96\]; copy"):
+        tl.load_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda q: q.pop("modules"), r"quantization_config has modules=None, shared=\{\}; both must be objects"),
+    (lambda q: q["modules"].update({"lm_head": 3}), r"quantization_config has lm_head with embedding=None, which no"),
+    (lambda q: q["modules"]["model.layers.0.mlp.up_proj"].update(bits=3), r"up_proj with bits=3, which no layer of"),
+    (lambda q: q["modules"]["model.layers.0.mlp.up_proj"].pop("perm"), r"up_proj with perm=None"),
+    (lambda q: q["modules"]["model.layers.0.mlp.up_proj"].update(parameters="int7"), r"up_proj with parameters='int7'"),
+    (lambda q: q["modules"].update(gone=q["modules"]["lm_head"]), r"names gone, which the model has not; copy config"),
+    (lambda q: q["modules"].update({"model.norm": q["modules"]["lm_head"]}), r"makes a LlamaRMSNorm quantised"),
+])  # fmt: skip
+def test_settings_that_do_not_describe_the_model(change: Callable[[Any], Any], text: str, tmp_path: Path) -> None:
+    made("head").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    change(values["quantization_config"])
+    (tmp_path / "config.json").write_text(json.dumps(values), "utf-8")
+    with pytest.raises(tl.FormatError, match=text):
         tl.load_transformers(tmp_path)
 
 

@@ -31,8 +31,10 @@ class NumericalError(TinyLoopError):
 
 
 def whole(name: str, value: Any, least: int | None = None, way_out: str = "") -> int:
-    """An argument that must be a whole number, from `least` on."""
+    """An argument that must be a whole number, from `least` on; true and false are none."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise InputError(f"{name}={value!r} must be a whole number{way_out}") from None

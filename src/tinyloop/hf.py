@@ -43,6 +43,10 @@ def load_into(hf_model: nn.Module, source: str | os.PathLike[str] | Checkpoint) 
     Raises InputError naming the first difference between model and file, UnsupportedError for looped files, which
     `transformers` has no model for. In each case the model is unchanged.
     """
+    if not isinstance(source, (Checkpoint, str, os.PathLike)):
+        raise InputError(
+            f"source={source!r} is {type(source).__name__}; give the path of a .tinyloop file, or a Checkpoint"
+        )
     checkpoint = source if isinstance(source, Checkpoint) else container.read(source)
     _check(hf_model, checkpoint.config)
     parts = _linear_parts(hf_model, checkpoint)
@@ -69,10 +73,12 @@ def quantised_module(old: nn.Module, w: QuantWeight) -> nn.Module:
 
 
 def replace(hf_model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` at `name`."""
-    parent, _, last = name.rpartition(".")
-    new.train(hf_model.training)
-    setattr(hf_model.get_submodule(parent), last, new)
+    """Put `new` at `name`, and wherever else the model holds what is there."""
+    old = hf_model.get_submodule(name)
+    new.train(old.training)
+    for holder in list(hf_model.modules()):
+        for key in [key for key, child in holder._modules.items() if child is old]:
+            setattr(holder, key, new)
 
 
 def name_of(hf_model: nn.Module, module: nn.Module | None) -> str | None:

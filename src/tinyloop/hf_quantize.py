@@ -11,7 +11,6 @@ seen in a first pass.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 import weakref
@@ -25,7 +24,9 @@ from torch import nn
 
 from .errors import InputError, UnsupportedError
 from .hf import ends, quantised_module, replace, tied, untie
+from .hf_choice import Rules, check_tokens, inputs, wanted_modules
 from .hf_saving import attach, is_transposed
+from .interrupt import uninterrupted
 from .linear import Canonical
 from .quantize.calibration import Calibration, spread
 from .quantize.gptq import QuantSpec, gptq, nearest
@@ -34,8 +35,11 @@ from .quantize.store import LayerReport
 from .score import WINDOW
 
 Tensor = torch.Tensor
-Rules = Sequence[tuple[str, "QuantSpec | None"]]
 Progress = Callable[[int, int, str], None]  # modules done, modules in all, what was just done
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
+)  # fmt: skip
 STAGES = 8  # a block whose linears have more inputs than this (experts, say) is calibrated in one pass
 
 
@@ -51,19 +55,24 @@ def quantize_(
 
     `rules` are (glob over module names, spec) pairs, the first that fits decides; a spec of None keeps a module dense.
     The head and the embedding stay dense without a rule of their own; one that is tied to the other is untied first.
-    `calibration_tokens` makes tokens of a text. Raises InputError, before anything is changed, for a rule that fits
-    nothing, a group longer than its K or tokens of a wrong kind, UnsupportedError where the blocks do not follow one
-    another.
+    A layer under several names is one layer still. A subclass with a forward of its own stays dense, with a line in the
+    log. Hooks on a layer, and its mode, pass to the one in its place. `calibration_tokens` makes tokens of a text.
+
+    Raises InputError, before anything is changed, for a rule that fits nothing, a group longer than its K, weights that
+    are not finite or tokens of a wrong kind, UnsupportedError where the blocks do not follow one another. After any
+    error, and after Ctrl-C, the model is as it was: dense layers are kept until all are done.
     """
-    wanted = _wanted(hf_model, spec or QuantSpec(), rules)
-    _check_tokens(calibration)
+    wanted = wanted_modules(hf_model, spec, rules)
+    check_tokens(calibration, hf_model)
     run = _Run(hf_model, wanted, progress)
-    if calibration is not None:
-        run.blocks(calibration)
-    run.rest()
-    if any(name in ends(hf_model) for name in wanted):
-        untie(hf_model)
-    attach(hf_model)
+    with run.undone_by_errors():
+        if calibration is not None:
+            run.blocks(calibration)
+        run.rest()
+    with uninterrupted():
+        if any(name in ends(hf_model) for name in wanted):
+            untie(hf_model)
+        attach(hf_model)
     return run.reports
 
 
@@ -111,11 +120,27 @@ class _Run:
         self.names = {id(m): name for name, m in model.named_modules()}
         self.tied = tied(model)
         self.reports: list[LayerReport] = []
+        self.replaced: dict[str, nn.Module] = {}
+
+    @contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Modules are in the mode in which they were, and where the block raises, the old ones in their places."""
+        modes = [(m, m.training) for m in self.model.modules()]
+        try:
+            yield
+        except BaseException:
+            for name, old in self.replaced.items():
+                replace(self.model, name, old)
+            raise
+        finally:
+            for m, training in modes:
+                m.training = training
+            for name, old in self.replaced.items():
+                self.model.get_submodule(name).training = old.training
 
     @torch.no_grad()
     def blocks(self, tokens: Tensor) -> None:
         """GPTQ for all that stands in blocks, then for the head."""
-        training = self.model.training
         self.model.eval()
         seen, x = self._first_pass(tokens)
         for block in seen:
@@ -129,7 +154,6 @@ class _Run:
         if head in self.wanted:
             texts = [functools.partial(self._forward, row) for row in tokens]
             self._gptq(head, self._moments([[head]], texts)[head])
-        self.model.train(training)
 
     def rest(self) -> None:
         """Rounding for what is left. A head that was the embedding, and is treated alike, stays the same weight."""
@@ -214,7 +238,7 @@ class _Run:
         with _hooks() as hook:
             for leader, *_ in groups:
                 m: Any = self.model.get_submodule(leader)
-                H = moments[leader] = torch.zeros(_inputs(m), _inputs(m), device=m.weight.device)
+                H = moments[leader] = torch.zeros(inputs(m), inputs(m), device=m.weight.device)
                 hook(m, functools.partial(_add, H, len(groups) == 1), True)
             for run in passes:
                 _until_stopped(run)
@@ -229,7 +253,12 @@ class _Run:
         self._place(name, done.weight, relative if math.isfinite(relative) else None, done.note)
 
     def _place(self, name: str, w: Any, relative: float | None, note: str | None) -> None:
-        replace(self.model, name, quantised_module(self.model.get_submodule(name), w))
+        old = self.model.get_submodule(name)
+        new = quantised_module(old, w)
+        for hooks in _HOOKS:
+            setattr(new, hooks, getattr(old, hooks))  # the same dictionary, so that a hook's handle removes it still
+        self.replaced[name] = old
+        replace(self.model, name, new)
         self.reports.append(LayerReport(name, relative, note))
         if self.progress:
             self.progress(len(self.reports), len(self.wanted), name)
@@ -239,60 +268,6 @@ def _add(H: Tensor, alone: bool, m: nn.Module, args: Any, kwargs: Any) -> None:
     add_outer(H, args[0].reshape(-1, args[0].shape[-1]))
     if alone:
         raise _Stop
-
-
-def _wanted(model: nn.Module, spec: QuantSpec, rules: Rules) -> dict[str, QuantSpec]:
-    """Module name → what is done with it. Everything that can be refused is refused here."""
-    found = ends(model)
-    modules = {
-        name: m
-        for name, m in model.named_modules()
-        if _is_dense(m) and (name in found or not isinstance(m, nn.Embedding))
-    }
-    for pattern, _ in rules:
-        if not fnmatch.filter(modules, pattern):
-            raise InputError(
-                f"rule {pattern!r} fits no dense linear layer; names are like {', '.join(list(modules)[:3])}"
-            )
-    chosen = {name: _spec_of(name, None if name in found else spec, rules) for name in modules}
-    wanted = {name: s for name, s in chosen.items() if s is not None}
-    if not wanted:
-        raise InputError(
-            "no dense linear layer is left to quantise; every one is skipped by a rule, or the model has none"
-        )
-    if channels := {s.channel for s in wanted.values()} - {None}:
-        raise InputError(f"channel={channels.pop()!r}: transformers applies every layer once; leave the channel out")
-    problems = [
-        f"{name} has K={_inputs(modules[name])} < group {s.group_size}"
-        for name, s in wanted.items()
-        if s.group_size is not None and _inputs(modules[name]) < s.group_size
-    ]
-    if problems:
-        raise InputError(
-            f"{len(problems)} modules cannot be quantised: {'; '.join(problems[:8])}; choose another group, or keep "
-            "them dense with a rule (name, None)"
-        )
-    return wanted
-
-
-def _spec_of(name: str, default: QuantSpec | None, rules: Rules) -> QuantSpec | None:
-    return next((spec for pattern, spec in rules if fnmatch.fnmatchcase(name, pattern)), default)
-
-
-def _is_dense(m: nn.Module) -> bool:
-    return (isinstance(m, (nn.Linear, nn.Embedding)) or is_transposed(m)) and not isinstance(m, Canonical)
-
-
-def _inputs(m: nn.Module) -> int:
-    return int(m.weight.shape[0 if is_transposed(m) else 1])  # type: ignore[index]
-
-
-def _check_tokens(tokens: Tensor | None) -> None:
-    if tokens is not None and (tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.shape[1] < 2):
-        raise InputError(
-            f"calibration is {tokens.dtype} {list(tokens.shape)}; give int64 [texts, length] (calibration_tokens makes "
-            "them of a text)"
-        )
 
 
 def _block_list(model: nn.Module, wanted: dict[str, QuantSpec]) -> nn.ModuleList:

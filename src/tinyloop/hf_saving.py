@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from .errors import FormatError, InputError
@@ -57,13 +59,35 @@ def load_transformers(folder: str | os.PathLike[str], **how: Any) -> Any:
     model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise InputError(f"{folder}: architectures={names} is no class of this transformers; use the release it is of")
-    hf_model, found = model_class.from_pretrained(folder, output_loading_info=True, **how)
+    _check_settings(folder, found)
+    # Else transformers names no tensor where sizes differ; here every difference is refused below.
+    how = {**how, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    hf_model, found = model_class.from_pretrained(folder, **how)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, found[what])):
+        names = sorted(key if isinstance(key, str) else f"{key[0]}: {list(key[1])}" for key in found[what])
+        if names:
             raise FormatError(
                 f"{folder}: {len(names)} {what.replace('_', ' ')}, the first is {names[0]}; copy the folder again"
             )
     return hf_model
+
+
+def _check_settings(folder: Any, found: dict[str, Any]) -> None:
+    """Raises FormatError where quantization_config is not what `attach` makes."""
+    modules, shared = found.get("modules"), found.get("shared")
+    if not isinstance(modules, dict) or not isinstance(shared, dict):
+        raise FormatError(
+            f"{folder}: quantization_config has modules={modules!r}, shared={shared!r}; both must be objects: copy "
+            "config.json again"
+        )
+    for name, kind in modules.items():
+        kind = kind if isinstance(kind, dict) else {}
+        wrong = [key for key, allowed in _KIND.items() if not allowed(kind.get(key, ...))]
+        if wrong:
+            raise FormatError(
+                f"{folder}: quantization_config has {name} with {wrong[0]}={kind.get(wrong[0])!r}, which no layer of "
+                "ours has; copy config.json again"
+            )
 
 
 def declare_shared(hf_model: Any, shared: dict[str, str]) -> None:
@@ -73,13 +97,14 @@ def declare_shared(hf_model: Any, shared: dict[str, str]) -> None:
 
 
 def _shared(ours: dict[str, Canonical]) -> dict[str, str]:
-    """Of modules that share their codes, as a head and an embedding may: every tensor of the later one."""
-    first: dict[int, str] = {}
+    """Every tensor that is another's too: all of a head that is the embedding, the order of inputs of q, k and v."""
+    first: dict[tuple[Any, ...], str] = {}
     shared: dict[str, str] = {}
     for name, m in ours.items():
-        source = first.setdefault(m.q.data_ptr(), name)
-        if source != name:
-            shared |= {f"{name}.{t}": f"{source}.{t}" for t, _ in m.named_buffers(recurse=False)}
+        for key, t in m.named_buffers(prefix=name, recurse=False, remove_duplicate=False):
+            source = first.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), key) if t.numel() else key
+            if source != key:
+                shared[key] = source
     return shared
 
 
@@ -93,12 +118,29 @@ def _kind(m: Canonical) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# What each of these may be.
+_KIND: dict[str, Callable[[Any], bool]] = {
+    "embedding": lambda v: type(v) is bool,
+    "group_size": lambda v: type(v) is int and v > 0,
+    "bits": lambda v: v in (4, 8),
+    "integer_zero": lambda v: type(v) is bool,
+    "parameters": lambda v: v in ("float16", "float32"),
+    "bias": lambda v: v in (None, "float16", "bfloat16", "float32", "float64"),
+    "perm": lambda v: type(v) is bool,
+}
+
+
 def _name(t: torch.Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")
 
 
 def empty(old: nn.Module, kind: dict[str, Any]) -> nn.Module:
     """A module on meta in the place of `old`, to be filled."""
+    if not (isinstance(old, nn.Embedding if kind["embedding"] else nn.Linear) or is_transposed(old)):
+        raise FormatError(
+            f"quantization_config makes a {type(old).__name__} quantised, which is no layer of that kind; copy "
+            "config.json again"
+        )
     dense: torch.Tensor = old.weight  # type: ignore[assignment]
     N, K = reversed(dense.shape) if is_transposed(old) else dense.shape
     G, bits = kind["group_size"], kind["bits"]
@@ -114,6 +156,15 @@ def empty(old: nn.Module, kind: dict[str, Any]) -> nn.Module:
     if kind["embedding"]:
         return QuantEmbedding(w, dense.dtype, getattr(old, "padding_idx", None))
     return QuantLinear(w, dense.dtype)
+
+
+def _held(files: Sequence[str]) -> set[str]:
+    """Names of the tensors in safetensors files."""
+    held: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as f:
+            held |= set(f.keys())
+    return held
 
 
 def is_transposed(m: nn.Module) -> bool:
@@ -148,13 +199,22 @@ def _interface() -> tuple[Any, Any]:
         def _config(self) -> Any:
             return self.quantization_config
 
-        def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        def _process_model_before_weight_loading(
+            self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
+        ) -> None:
             from .hf import replace
 
+            known = dict(model.named_modules())
             for name, kind in self._config.modules.items():
+                if name not in known:
+                    raise FormatError(
+                        f"quantization_config names {name}, which the model has not; copy config.json again"
+                    )
                 made = empty(model.get_submodule(name), kind)
                 made._is_hf_initialized = True  # type: ignore[assignment]  # no random numbers, please
                 replace(model, name, made)
+            held = _held(checkpoint_files or ())  # a model that was moved has copies of what it shared
+            self._config.shared = {t: source for t, source in self._config.shared.items() if t not in held}
             for target in self._config.shared:  # no file holds it, so nothing may look for it
                 module, _, t = target.rpartition(".")
                 model.get_submodule(module)._non_persistent_buffers_set.add(t)

@@ -308,7 +308,7 @@ def pack_nibbles(q: Tensor) -> Tensor:  # uint8 [K, N] → uint8 [⌈K/2⌉, N]
     """Byte (i, n) = q[2i, n] | q[2i+1, n] << 4; the missing partner of an odd K is 0."""
     if q.shape[0] % 2:
         q = torch.cat((q, q.new_zeros(1, q.shape[1])))
-    packed = q[0::2] | q[1::2] << 4
+    packed = (q[0::2] | q[1::2] << 4).contiguous()  # of a transposed weight the codes lie by columns
     assert packed.shape[0] * 2 == q.shape[0]
     return packed
 

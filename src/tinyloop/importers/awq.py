@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, UnsupportedError
-from .parts import Parameters, Part, Remarks, group_of, integer_parameters, lanes, setting
+from .parts import Parameters, Part, Remarks, flag, group_of, integer_parameters, lanes, setting, stated
 from .shards import FLOATS, Shards
 
 Tensor = torch.Tensor
@@ -26,15 +26,15 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def open_awq(values: Mapping[str, Any], shards: Shards, remarks: Remarks) -> Callable[[str], Part | None]:
     """Module → its linear, None where it is not quantised. Raises UnsupportedError for settings that are not read."""
-    version = str(values.get("version", values.get("format", "gemm"))).lower()
-    if version != "gemm":
+    version = stated(values, "version", "format", default="gemm")
+    if str(version).lower() != "gemm":
         raise UnsupportedError(f"AWQ version {version!r} is not read; of AWQ, read is the version gemm")
     bits = values.get("bits", values.get("w_bit", 4))
     if bits != 4:
         raise UnsupportedError(f"bits={bits!r} is not read; codes have 4 bits")
     group_size = values.get("group_size", values.get("q_group_size", 128))
     kept = [str(name) for name in setting(values, "modules_to_not_convert", list)]
-    symmetric = values.get("zero_point") is False
+    symmetric = not flag(values, "zero_point", True)
 
     def part(module: str) -> Part | None:
         if f"{module}.qweight" not in shards:

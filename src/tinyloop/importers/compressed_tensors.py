@@ -24,6 +24,7 @@ from .parts import (
     Remarks,
     codes_along_rows,
     fits_start,
+    flag,
     group_of,
     integer_parameters,
     lanes,
@@ -37,7 +38,7 @@ FORMAT = "pack-quantized"
 
 def open_compressed(values: Mapping[str, Any], shards: Shards, remarks: Remarks) -> Callable[[str], Part | None]:
     """Module → its linear, None where it is not quantised. Raises UnsupportedError for settings that are not read."""
-    if values.get("format", FORMAT) != FORMAT:
+    if values.get("format") not in (FORMAT, None):
         raise UnsupportedError(f"compressed-tensors format {values['format']!r} is not read; read is {FORMAT}")
     for key in ("transform_config", "sparsity_config", "kv_cache_scheme"):
         harmless = key == "sparsity_config" and setting(values, key, dict).get("format") == "dense"
@@ -95,7 +96,7 @@ def _part(module: str, weights: Mapping[str, Any], shards: Shards) -> Part:
     groups, why = -(-K // G), f"weight_shape N={N}, K={K}, group {G}"
     shards.expect(f"{name}_packed", (torch.int32,), [N, -(-K // 8)], why)
     shards.expect(f"{name}_scale", FLOATS, [N, groups], why)
-    symmetric = weights.get("symmetric", True)
+    symmetric = flag(weights, "symmetric", True)
     if symmetric and f"{name}_zero_point" in shards:
         raise FormatError(
             f"{module} is labelled symmetric, but has a weight_zero_point; the settings or the file is wrong"
@@ -107,7 +108,7 @@ def _part(module: str, weights: Mapping[str, Any], shards: Shards) -> Part:
 
     def parameters() -> Parameters:
         scale = shards.get(f"{name}_scale").t().contiguous()
-        z = torch.full_like(scale, 8) if symmetric else _zeros(shards.get(f"{name}_zero_point"), N)
+        z = torch.full_like(scale, 8) if symmetric else _zeros(f"{name}_zero_point", N, shards)
         perm = group_order(shards.get(f"{name}_g_idx"), G, module) if has_order else None
         return integer_parameters(module, scale, z, perm)
 
@@ -121,7 +122,15 @@ def _expect_zeros(name: str, N: int, groups: int, why: str, shards: Shards) -> N
         shards.expect(name, (torch.int32,), [-(-N // 8), groups], why)
 
 
-def _zeros(stored: Tensor, N: int) -> Tensor:  # int32 [⌈N/8⌉, groups] or int8 [N, groups] → uint8 [groups, N]
+def _zeros(
+    name: str, N: int, shards: Shards
+) -> Tensor:  # int32 [⌈N/8⌉, groups] or int8 [N, groups] → uint8 [groups, N]
+    stored = shards.get(name)
     if stored.dtype == torch.int8:
+        if (outside := stored[(stored < -8) | (stored > 7)]).numel():
+            raise FormatError(
+                f"{shards.where(name)} holds {int(outside[0])}; zero points of 4 bits lie in -8..7: copy the file "
+                "again, or quantise the model again"
+            )
         return (stored.t() + 8).to(torch.uint8)
     return lanes(stored.t().contiguous())[:, :N].contiguous()

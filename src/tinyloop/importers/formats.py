@@ -53,7 +53,7 @@ FORMATS = (
 
 # Tensors by which a checkpoint shows its method where the settings are lost.
 _TRACES = {".absmax": "bitsandbytes", ".W_q": "HQQ", "._weight_qdata": "torchao", ".B": "Marlin",
-           ".qweight": "GPTQ or AWQ", ".weight_packed": "compressed-tensors"}  # fmt: skip
+           ".qweight": "GPTQ or AWQ", ".weight_packed": "compressed-tensors", ".biases": "MLX"}  # fmt: skip
 
 
 def read_list() -> str:
@@ -70,6 +70,7 @@ def open_format(folder: Path, config: Values, shards: Shards, remarks: Remarks) 
         _refuse_traces(folder, shards)
         return None
     found = _recognised(values, place)
+    _refuse_conflict(found, place, shards)
     return found, found.open(values, shards, remarks)
 
 
@@ -103,6 +104,23 @@ def _recognised(values: Values, place: str) -> Format:
             return row
     raise UnsupportedError(f"{place} has quant_method={method!r}, which is not read; read are {read_list()}; or give "
                            "the fp16, bf16 or fp32 checkpoint it was made from")  # fmt: skip
+
+
+def _refuse_conflict(row: Format, place: str, shards: Shards) -> None:
+    """Where the folder has codes, but none under the name that the settings' format gives them."""
+    held = {
+        f.codes: name
+        for name, entry in shards.entries.items()
+        for f in FORMATS
+        if name.endswith(f".{f.codes}") and f.name != CONTAINER and (f.codes != "weight" or entry.dtype == "U32")
+    }
+    if held and row.codes not in held and row.name != CONTAINER:
+        codes, name = next(iter(held.items()))
+        others = " or ".join(f.name for f in FORMATS if f.codes == codes and f.name != CONTAINER)
+        raise FormatError(
+            f"{place} says {row.name}, whose codes are named {row.codes}, but the folder has {name}, as {others} "
+            "writes it; correct quant_method or checkpoint_format there, or copy the right files"
+        )
 
 
 def _refuse_traces(folder: Path, shards: Shards) -> None:

@@ -29,6 +29,7 @@ from .parts import (
     integer_parameters,
     lanes,
     setting,
+    stated,
 )  # fmt: skip
 from .shards import FLOATS, Shards
 
@@ -44,7 +45,7 @@ class _Settings:
     group_size: Any
     symmetric: bool
     v2: bool
-    desc_act: bool
+    desc_act: bool | None  # None where it is not said
     writer: str
     dynamic: Mapping[str, Any]
 
@@ -62,7 +63,7 @@ def open_gptq(values: Mapping[str, Any], shards: Shards, remarks: Remarks) -> Ca
 
 
 def _settings(values: Mapping[str, Any], shards: Shards) -> _Settings:
-    kind = str(values.get("checkpoint_format", values.get("format", "gptq")))
+    kind = stated(values, "checkpoint_format", "format", default="gptq")
     if kind not in ("gptq", "gptq_v2"):
         raise UnsupportedError(f"checkpoint_format={kind!r} is not read; of GPTQ, read are gptq and gptq_v2")
     bits = values.get("bits", values.get("w_bit", values.get("wbits")))
@@ -72,9 +73,10 @@ def _settings(values: Mapping[str, Any], shards: Shards) -> _Settings:
     for key in ("rotation", "adapter", "lora"):
         if values.get(key):
             raise UnsupportedError(f"quantisation key {key}={values[key]!r} is not read; only plain GPTQ weights are")
+    desc_act = None if values.get("desc_act") is None else flag(values, "desc_act", False)
     return _Settings(
         values.get("group_size", values.get("q_group_size", -1)), flag(values, "sym", True), kind == "gptq_v2",
-        flag(values, "desc_act", False), _writer(values, shards), setting(values, "dynamic", dict),
+        desc_act, _writer(values, shards), setting(values, "dynamic", dict),
     )  # fmt: skip
 
 
@@ -109,6 +111,8 @@ def _part(module: str, settings: _Settings, shards: Shards, remarks: Remarks) ->
         shards.expect(f"{module}.g_idx", (torch.int32, torch.int64), [K], why)
     elif settings.desc_act and groups > 1:
         raise FormatError(f"{module} has no g_idx, but desc_act is true: which group an input is of is lost")
+    elif settings.desc_act is None and groups > 1:
+        remarks.add("Neither g_idx nor desc_act says which group an input is of: read as groups in order", module)
     symmetric = flag(own, "sym", settings.symmetric)
 
     def parameters() -> Parameters:

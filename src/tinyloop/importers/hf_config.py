@@ -17,6 +17,7 @@ from ..config import ModelConfig, Segment
 from ..errors import FormatError, UnsupportedError
 from ..rope import resolve
 from .formats import KEYS
+from .parts import flag
 
 Values = Mapping[str, Any]
 
@@ -96,7 +97,7 @@ def model_config(values: Values) -> tuple[ModelConfig, list[str]]:
         head_dim=head_dim, rms_norm_eps=float(values["rms_norm_eps"]),
         max_position_embeddings=values["max_position_embeddings"], segments=segments,
         rope=resolve(_rope_recipe(values), head_dim, values["max_position_embeddings"]),
-        tie_word_embeddings=bool(values.get("tie_word_embeddings")), qk_norm=kind == "qwen3", sliding_window=windows,
+        tie_word_embeddings=flag(values, "tie_word_embeddings", False), qk_norm=kind == "qwen3", sliding_window=windows,
     ), notes  # fmt: skip
 
 
@@ -104,8 +105,8 @@ def biased(values: Values) -> set[str]:
     """The linears of a block that carry a bias, by their name in the checkpoint."""
     if values["model_type"] == "qwen2":
         return {"q_proj", "k_proj", "v_proj"}
-    attention = {"q_proj", "k_proj", "v_proj", "o_proj"} if values.get("attention_bias") else set()
-    return attention | ({"gate_proj", "up_proj", "down_proj"} if values.get("mlp_bias") else set())
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"} if flag(values, "attention_bias", False) else set()
+    return attention | ({"gate_proj", "up_proj", "down_proj"} if flag(values, "mlp_bias", False) else set())
 
 
 def _model_type(values: Values) -> str:
@@ -226,7 +227,7 @@ def _windows(values: Values, kind: str, layers: int, notes: list[str]) -> tuple[
         if types is not None and slides != [t == "sliding_attention" for t in types]:
             raise UnsupportedError("layer_types and sliding_window disagree; mistral has one window for all layers")
     elif kind in ("qwen2", "qwen3"):
-        window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
+        window = values.get("sliding_window", 4096) if flag(values, "use_sliding_window", False) else None
         first = values.get("max_window_layers", 28)
         slides = [t == "sliding_attention" for t in types] if types else [i >= first for i in range(layers)]
         if window is None:

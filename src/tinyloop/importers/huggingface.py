@@ -69,7 +69,7 @@ def import_huggingface(folder: Path, progress: Callable[[int, int], None] | None
     values = read_json(folder / "config.json")
     config, notes = model_config(values)
     graphs = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.onnx"))
-    shards = open_onnx(folder, graphs[0]) if len(graphs) == 1 else open_shards(folder)
+    shards = open_onnx(folder, graphs) if graphs else open_shards(folder)
     remarks = Remarks()
     found = open_format(folder, values, shards, remarks)
     reader, codes = (found[1], found[0].codes) if found else (lambda module: None, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,19 @@ _NAMES = (  # pattern of the builder's name → the model's
 )
 
 
-def open_onnx(folder: Path, file: Path) -> Shards:
+def open_onnx(folder: Path, files: Sequence[Path]) -> Shards:
     """Raises FormatError for a damaged file, UnsupportedError for a graph that asks for more than is read."""
+    file, *others = files
+    if others:
+        raise UnsupportedError(
+            f"{folder} has {len(files)} graphs, {file.name} and {others[0].name}; keep the model's only"
+        )
     graph = _graph(file)
+    if inside := next((t.name for t in graph.initializer if t.data_location != 1 and _is_weight(t)), None):
+        raise UnsupportedError(
+            f"{file}: tensor {inside} is stored in the graph itself; read are tensors in a file beside it, as "
+            "onnx.save writes them with save_as_external_data=True"
+        )
     stored = {t.name: entry for t in graph.initializer if (entry := _entry(folder, t)) and t.name not in _CACHES}
     tables = {name for node in graph.node if node.op_type == "GatherBlockQuantized" for name in node.input[2:3]}
     heads, entries = _heads(read_json(folder / "config.json")), dict[str, Entry]()
@@ -62,15 +72,25 @@ def open_nbits(values: Mapping[str, Any], shards: Shards, remarks: Remarks) -> C
 
 
 def _graph(file: Path) -> Any:
+    if not file.is_file():
+        raise FormatError(f"{file} is no file; give the folder that holds the graph itself")
     try:
         import onnx
         from google.protobuf.message import DecodeError
     except ImportError as error:
         raise UnsupportedError(f"{file}: reading it needs a package: pip install tinyloop[onnx]") from error
     try:
-        return onnx.load(file, load_external_data=False).graph
+        graph = onnx.load(file, load_external_data=False).graph
     except DecodeError as error:
         raise FormatError(f"{file} is truncated or no ONNX file ({error}); copy it again") from error
+    if not graph.node:
+        raise FormatError(f"{file} has {file.stat().st_size} bytes and no operator; it is truncated, copy it again")
+    return graph
+
+
+def _is_weight(t: Any) -> bool:
+    """By its name: the builder's constants begin with a slash."""
+    return t.data_type in _TYPES and bool(t.dims) and t.name.startswith(("model.", "lm_head."))
 
 
 def _entry(folder: Path, t: Any) -> Entry | None:
@@ -82,6 +102,11 @@ def _entry(folder: Path, t: Any) -> Entry | None:
     if Path(file).name != file or not (folder / file).is_file():
         raise FormatError(f"{folder}: tensor {t.name} is in {file!r}, which is no file of this folder; copy it too")
     entry = Entry(file, _TYPES[t.data_type], list(t.dims), int(begin) if begin.isdecimal() else -1)
+    if place.get("length", str(_bytes(entry))) != str(_bytes(entry)):
+        raise FormatError(
+            f"{folder / file}: tensor {t.name} has length {place['length']!r}; {entry.dtype} {entry.shape} is "
+            f"{_bytes(entry)} bytes: the graph is damaged, copy it again"
+        )
     if min([entry.begin, *t.dims]) < 0 or entry.begin + _bytes(entry) > (folder / file).stat().st_size:
         raise FormatError(f"{folder / file} does not hold tensor {t.name}; it is truncated, copy it again")
     return entry
@@ -89,6 +114,12 @@ def _entry(folder: Path, t: Any) -> Entry | None:
 
 def _operands(node: Any, stored: dict[str, Entry]) -> dict[str, Entry]:
     """Codes, scales and zero points of an operator, taken out of `stored`, in the shapes that its sizes say."""
+    owners = sorted({name.partition(".MatMul")[0] for name in node.input[1:4] if ".MatMul" in name})
+    if len(owners) > 1:
+        raise FormatError(
+            f"{node.name} takes codes, scales and zero points of {' and '.join(owners)}; those of one module belong "
+            "together, and the graph is damaged: copy it again"
+        )
     a = {attribute.name: attribute.i for attribute in node.attribute}
     K, N, bits, G = (a.get(name, 0) for name in ("K", "N", "bits", "block_size"))
     more = [name for name in node.input[4:] if name]

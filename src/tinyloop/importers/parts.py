@@ -107,6 +107,11 @@ def flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
     return bool(value)
 
 
+def stated(values: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+    """What the first of `keys` says that is there and not null."""
+    return next((value for key in keys if (value := values.get(key)) is not None), default)
+
+
 def fits_start(pattern: str, module: str) -> bool:
     """Whether a regular expression of a configuration fits the start of a module's name."""
     try:
