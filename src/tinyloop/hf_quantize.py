@@ -238,7 +238,7 @@ class _Run:
         with _hooks() as hook:
             for leader, *_ in groups:
                 m: Any = self.model.get_submodule(leader)
-                H = moments[leader] = torch.zeros(inputs(m), inputs(m), device=m.weight.device)
+                H = moments[leader] = torch.zeros(inputs(m), inputs(m), dtype=torch.float32, device=m.weight.device)
                 hook(m, functools.partial(_add, H, len(groups) == 1), True)
             for run in passes:
                 _until_stopped(run)
