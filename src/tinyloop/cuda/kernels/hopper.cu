@@ -16,11 +16,11 @@
 // columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 13 instructions in fp16 and 19 in
 // bf16 (weight.cuh, `Centred`) and serves BM rows; δ is in it.
 //
-// Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each block; of the rest,
-// too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block. Blocks that hold a
-// later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds them in the order of k.
-// Or each tile has a cluster of SPLITS blocks, which divide K; each sums a part of the rows over the shared memories of
-// all, and nothing goes through global memory. Repeats are bitwise equal either way.
+// Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each
+// block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block.
+// Blocks that hold a later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds them in
+// the order of k. Or each tile has a cluster of SPLITS blocks, which divide K; each sums a part of the rows over the shared
+// memories of all, and nothing goes through global memory. Repeats are bitwise equal either way.
 
 #ifndef BM
 #define BM 256   // rows of x per tile: 32, 64, 128 or 256
