@@ -156,17 +156,23 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def reordered(packed: Tensor, perm: Tensor) -> Tensor:  # uint8 [⌈K/2⌉, N] → the same in stored order
-    """Row i of the result is the code of input perm[i]. By slabs of columns, so that unpacked codes stay in the cache:
-    three times as fast as by rows (log, 2026-11-30)."""
-    source, index, K = packed.numpy(), perm.numpy(), len(perm)
+    """Row i of the result is the code of input perm[i]. Bytes that hold the two codes of a row are fetched as they are,
+    64 rows at a time, so that what is made of them stays in the cache (log, 2026-11-30)."""
+    source, K = packed.numpy(), len(perm)
+    inputs = np.zeros((len(source), 2), np.int64)
+    inputs.reshape(-1)[:K] = perm.numpy()
+    byte, shift = inputs // 2, (inputs % 2 * 4).astype(np.uint8)[:, :, None]
     out = np.empty_like(source)
-    step = max(64, (1 << 21) // K)
-    for n in range(0, source.shape[1], step):
-        part = source[:, n : n + step]
-        codes = np.zeros((2 * len(part), part.shape[1]), np.uint8)
-        codes[0::2], codes[1::2] = part & 15, part >> 4
-        codes[:K] = codes[index]  # a row beyond an odd K stays 0
-        out[:, n : n + step] = codes[0::2] | codes[1::2] << 4
+    for first in range(0, len(out), 64):
+        cut = slice(first, first + 64)
+        low, high = source[byte[cut, 0]], source[byte[cut, 1]]
+        low >>= shift[cut, 0]
+        low &= 15
+        high >>= shift[cut, 1]
+        high <<= 4
+        np.bitwise_or(low, high, out=out[cut])
+    if K % 2:
+        out[-1] &= 15
     return torch.from_numpy(out)
 
 
