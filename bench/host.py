@@ -27,7 +27,9 @@ from torch import nn
 import tinyloop as tl
 from gemm import weight
 from tinyloop import dispatch, torch_op
-from tinyloop.pack import PackedWeight, pack
+from tinyloop.cuda import run
+from tinyloop.ops import problem
+from tinyloop.pack import pack
 
 Tensor = torch.Tensor
 BATCH, BATCHES, BEST = 200, 40, 5
@@ -59,18 +61,10 @@ def calls(layer: tl.QuantLinear, x: Tensor) -> dict[str, Callable[[], object]]:
         "QuantLinear, x 3-D": lambda: layer(wide),
         "quant_gemm": lambda: tl.quant_gemm(x, packed),
     }
-    if x.is_cuda and dispatch.plan(_problem(packed, x)).kernel == "tensor_core":
-        from tinyloop.cuda.run import ready
-
-        ready_call = ready(packed, x.shape[0], x.dtype)
+    if x.is_cuda and dispatch.plan(problem(packed, x.shape[0], x.dtype)).kernel == "tensor_core":
+        ready_call = run.ready(packed, x.shape[0], x.dtype)
         found["Ready"] = lambda: ready_call(x)
     return found
-
-
-def _problem(packed: PackedWeight, x: Tensor) -> dispatch.Problem:
-    from tinyloop.ops import problem
-
-    return problem(packed, x.shape[0], x.dtype)
 
 
 def settle(x: Tensor) -> None:

@@ -37,10 +37,9 @@ def quant_gemm(
     """
     if not isinstance(x, Tensor):
         raise InputError(f"x is {type(x).__name__}; activations are a torch tensor")
-    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(
-        x.device.type
-    ):  # y has x's dtype, and layouts are what they are
-        with torch.autocast(x.device.type, enabled=False):
+    device = x.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):  # y has x's dtype, and layouts are what they are
             return quant_gemm(x, w, exact_int4)
     packed = w if isinstance(w, PackedWeight) else pack(w)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):

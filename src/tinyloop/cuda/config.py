@@ -200,7 +200,7 @@ _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to 
 _BARRIERS = 512  # bytes, 16 for each of up to 24 stages
 
 # What a block takes for 64 k of a tile, in µs, and into how many blocks a cluster may divide it. Measured on an H200,
-# as the constants below are: a least-squares fit to 900 timings, whose choices cost 0.6 % on average over the best ones
+# as the constants below are: a least-squares fit to 900 timings, whose choices cost 0.2 % on average over the best ones
 # (docs/log.md).
 _HOPPER_TILES = (
     (HopperConfig(32, 1, 2, 128), 0.293, 4),

@@ -122,9 +122,7 @@ def _expect_zeros(name: str, N: int, groups: int, why: str, shards: Shards) -> N
         shards.expect(name, (torch.int32,), [-(-N // 8), groups], why)
 
 
-def _zeros(
-    name: str, N: int, shards: Shards
-) -> Tensor:  # int32 [⌈N/8⌉, groups] or int8 [N, groups] → uint8 [groups, N]
+def _zeros(name: str, N: int, shards: Shards) -> Tensor:  # int32 [⌈N/8⌉, groups] | int8 [N, groups] → uint8 [groups, N]
     stored = shards.get(name)
     if stored.dtype == torch.int8:
         if (outside := stored[(stored < -8) | (stored > 7)]).numel():

@@ -53,7 +53,7 @@ def open_onnx(folder: Path, files: Sequence[Path]) -> Shards:
     stored = {t.name: entry for t in graph.initializer if (entry := _entry(folder, t)) and t.name not in _CACHES}
     tables = {name for node in graph.node if node.op_type == "GatherBlockQuantized" for name in node.input[2:3]}
     heads, entries = _heads(read_json(folder / "config.json")), dict[str, Entry]()
-    for node in (node for node in graph.node if node.op_type == "MatMulNBits"):
+    for node in filter(lambda node: node.op_type == "MatMulNBits", graph.node):
         operands = _operands(node, stored)
         # An embedding that reads the head's codes is that head: one weight, tied.
         module = "model.embed_tokens" if node.input[2] in tables else node.input[1].partition(".MatMul")[0]
@@ -130,7 +130,8 @@ def _operands(node: Any, stored: dict[str, Entry]) -> dict[str, Entry]:
         )
     shapes = {"weight": [N, K // G, G // 2], "scales": [N, K // G], "zero_points": [N, -(-K // G // 2)]}
     found: dict[str, Entry] = {}
-    for (name, shape), theirs in zip(shapes.items(), [*node.input[1:4], ""], strict=False):
+    given = [*node.input[1:4], ""]  # the last may be left out
+    for (name, shape), theirs in zip(shapes.items(), given, strict=False):
         entry = stored.pop(theirs, None)
         if entry and math.prod(entry.shape) == math.prod(shape):
             found[name] = Entry(entry.file, entry.dtype, shape, entry.begin)
