@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -164,23 +165,29 @@ def outline(w: LinearWeight) -> LinearWeight:
     return dataclasses.replace(w, **tensors)  # type: ignore[arg-type]
 
 
-def test_deferred_weights_are_read_one_at_a_time_into_the_same_file(tmp_path: Path) -> None:
+def test_deferred_weights_are_made_one_ahead_into_the_same_file(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(bias=True)
-    alive: list[weakref.ref[Any]] = []
+    alive: list[list[weakref.ref[Any]]] = []
+    ahead = threading.Event()
 
     def make(name: str) -> LinearWeight:
-        assert not [ref for ref in alive if ref() is not None], "an earlier weight is still held"
+        assert not [ref for refs in alive[:-1] for ref in refs if ref() is not None], "more than one is still held"
+        if alive:
+            ahead.set()
         w = checkpoint.weights[name]
         copies = {f.name: v.clone() for f in dataclasses.fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)}
         made: LinearWeight = dataclasses.replace(w, **copies)  # type: ignore[arg-type]
-        alive.extend(weakref.ref(t) for t in (made, *copies.values()))
+        alive.append([weakref.ref(t) for t in (made, *copies.values())])
         return made
+
+    def progress(done: int, size: int) -> None:
+        assert ahead.wait(60), "the second weight waits for the first to be written"
 
     outlines = {name: outline(w) for name, w in checkpoint.weights.items()}
     deferred = dataclasses.replace(checkpoint, weights=Deferred(outlines, make))
     assert (deferred.nbytes, len(alive)) == (checkpoint.nbytes, 0)
-    path = container.write(deferred, tmp_path / "deferred")
-    assert len(alive) > len(checkpoint.weights)
+    path = container.write(deferred, tmp_path / "deferred", progress=progress)
+    assert len(alive) == len(checkpoint.weights)
     assert path.read_bytes() == container.write(checkpoint, tmp_path / "whole").read_bytes()
     with pytest.raises(KeyError):
         deferred.weights["nothing"]

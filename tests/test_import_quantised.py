@@ -18,8 +18,9 @@ from tinyloop import container
 from tinyloop.checkpoint import Checkpoint
 from tinyloop.errors import FormatError, TinyLoopError, UnsupportedError
 from tinyloop.importers import import_model
+from tinyloop.importers.parts import reordered
 from tinyloop.model import Model
-from tinyloop.weight import DenseWeight, QuantWeight
+from tinyloop.weight import DenseWeight, QuantWeight, pack_nibbles
 
 FIXTURES = Path(__file__).parent / "fixtures"
 sys.path.insert(0, str(FIXTURES))
@@ -352,6 +353,15 @@ def test_zero_points_beyond_four_bits_are_refused(tmp_path: Path, z: int) -> Non
     name = f"{DOWN}.weight_zero_point"
     folder = fixture("ct-asym", tmp_path, lambda t: t.update({name: torch.full((32, 4), z, dtype=torch.int8)}))
     refused(folder, FormatError, rf"{re.escape(name)} holds {z}; zero points of 4 bits lie in -8\.\.7: copy the file")
+
+
+@pytest.mark.parametrize("N", [16, 12])  # shifted in words of eight bytes, and byte by byte
+@pytest.mark.parametrize("K", [300, 61])
+def test_codes_in_another_order(K: int, N: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(16, (K, N), generator=generator, dtype=torch.uint8)
+    perm = torch.randperm(K, generator=generator)
+    assert torch.equal(reordered(pack_nibbles(q), perm.to(torch.int32)), pack_nibbles(q[perm]))
 
 
 def test_g_idx_of_compressed_tensors(tmp_path: Path) -> None:

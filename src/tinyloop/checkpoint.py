@@ -4,7 +4,7 @@ Importers return one, `container.write` stores one, `container.read` returns one
 completeness is checked here once: a missing or misshapen tensor never gets as far as a product.
 
 Weights may be `Deferred`: their shapes are known, their numbers are read when they are asked for. So a model is
-stored in the memory of its largest weight.
+stored in the memory of two weights.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,7 +64,8 @@ class Description:
 def write(
     checkpoint: Checkpoint, path: str | os.PathLike[str], overwrite: bool = False, progress: Progress | None = None
 ) -> Path:
-    """Store `checkpoint` at `path`; returns the path. Deferred weights are read one at a time.
+    """Store `checkpoint` at `path`; returns the path. A deferred weight is made while the one before it is written, so
+    two are held.
 
     Raises InputError where the path exists and `overwrite` is False, where its folder is missing, or where the disk
     is full or read-only. In each case nothing is left behind under `path`.
@@ -260,12 +262,22 @@ def _save(path: Path, checkpoint: Checkpoint, progress: Progress | None) -> None
 
 
 def _stream(checkpoint: Checkpoint, others: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, those of one weight after those of another."""
-    for name in checkpoint.weights:
+    """Every tensor, those of one weight after those of another. A second thread makes the next weight while the caller
+    hashes and writes one; both let go of the interpreter (log, 2026-11-30)."""
+
+    def make(name: str) -> LinearWeight:
         w = checkpoint.weights[name]
         _check_values(name, w)
-        yield from _tensors(name, w)
-        del w
+        return w
+
+    names = list(checkpoint.weights)
+    with ThreadPoolExecutor(1) as second:
+        coming = second.submit(make, names[0])
+        for name, after in zip(names, [*names[1:], None], strict=True):
+            w = coming.result()
+            if after is not None:
+                coming = second.submit(make, after)
+            yield from _tensors(name, w)
     _check_norms(checkpoint.norms)
     yield from others.items()
 
