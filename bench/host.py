@@ -61,8 +61,9 @@ def calls(layer: tl.QuantLinear, x: Tensor) -> dict[str, Callable[[], object]]:
         "QuantLinear, x 3-D": lambda: layer(wide),
         "quant_gemm": lambda: tl.quant_gemm(x, packed),
     }
-    if x.is_cuda and dispatch.plan(problem(packed, x.shape[0], x.dtype)).kernel == "tensor_core":
-        ready_call = run.ready(packed, x.shape[0], x.dtype)
+    kernel = dispatch.plan(problem(packed, x.shape[0], x.dtype)).kernel
+    if kernel in ("tensor_core", "hopper"):
+        ready_call = run.ready(packed, x.shape[0], x.dtype, kernel)
         found["Ready"] = lambda: ready_call(x)
     return found
 

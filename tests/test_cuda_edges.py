@@ -18,7 +18,7 @@ import torch
 import tinyloop as tl
 from helpers import random_quant_weight
 from tinyloop import devices, dispatch, ops, torch_op
-from tinyloop.cuda import gemm, hopper, launch, run
+from tinyloop.cuda import gemm, hopper, launch, ready, run
 from tinyloop.cuda.config import KINDS, Chip, Config, choose, choose_hopper
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import PackedWeight
@@ -176,27 +176,26 @@ def test_a_new_thread_gets_the_context(monkeypatch: pytest.MonkeyPatch, bound: i
 def test_a_tensor_map_is_encoded_in_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the first call of the driver in a product, so a new thread has no context from a launch yet."""
     did = list[str]()
-    kinds = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16=9, CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6)
+    kinds = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6, CU_TENSOR_MAP_DATA_TYPE_UINT64=4)
     code = ctypes.create_string_buffer(b"map", 128)
     api = SimpleNamespace(
         CUtensorMapDataType=kinds, cuuint32_t=int, cuuint64_t=int,
         CUtensorMapInterleave=SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0),
-        CUtensorMapSwizzle=SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3),
+        CUtensorMapSwizzle=SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3, CU_TENSOR_MAP_SWIZZLE_NONE=0),
         CUtensorMapL2promotion=SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3),
         CUtensorMapFloatOOBfill=SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0),
-        cuTensorMapEncodeTiled=lambda *of: (did.append(f"encode {of[3]}"),
+        cuTensorMapEncodeTiled=lambda *of: (did.append(f"encode {of[3:6]} swizzle {of[8]}"),
                                             (0, SimpleNamespace(getPtr=lambda: ctypes.addressof(code))))[1],
     )  # fmt: skip
     monkeypatch.setattr(hopper, "driver", lambda: api)
     monkeypatch.setattr(hopper, "bind_thread", lambda device: did.append(f"bind {device}"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    x: Any = SimpleNamespace(
-        dtype=torch.float16, shape=(5, 64), stride=lambda i: 64, data_ptr=lambda: 4096, device=torch.device("cuda", 1)
-    )
     hopper._encoded.cache_clear()
-    assert hopper._tensor_map(x, 64)[:3] == b"map"
+    assert hopper._encoded("FLOAT16", 2, 4096, 5, 60, 64, 8, 64, 1)[:3] == b"map"  # of x
+    assert hopper._encoded("UINT64", 8, 4096, 4, 128, 128, 4, 128, 1)[:3] == b"map"  # of words
     hopper._encoded.cache_clear()
-    assert did == ["bind 1", "encode [64, 5]"]
+    of_x, of_words = "encode ([60, 5], [128], [64, 8]) swizzle 3", "encode ([128, 4], [1024], [128, 4]) swizzle 0"
+    assert did == ["bind 1", of_x, "bind 1", of_words]
 
 
 def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,16 +205,17 @@ def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> 
     class Fake:
         device = 0
 
-        def __call__(self, arguments: Any, blocks: int) -> None:
+        def __call__(self, arguments: Any, blocks: int, stream: int) -> None:
             launched.append((arguments.p, blocks))
 
-    def scratch(device: int, floats: int, counters: int) -> tuple[int, int]:
+    def scratch(device: int, stream: int, floats: int, counters: int) -> tuple[int, int]:
         asked.append((floats, counters))
         return 0, 0
 
     monkeypatch.setattr(gemm, "_launcher", lambda *of: Fake())
     monkeypatch.setattr(gemm, "chip", lambda device: KINDS[3])
-    monkeypatch.setattr(gemm, "scratch_addresses", scratch)
+    monkeypatch.setattr(ready, "scratch_addresses", scratch)
+    monkeypatch.setattr(ready, "current_stream", lambda device: 0)
     N, K = 8256, 1024
     parts = ((K // 16, 2 * N), torch.int32), ((8, N), torch.float16), ((8, N), torch.float32)
     w = MarlinWeight(*(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parts), K, N, 128)

@@ -33,7 +33,7 @@ from tests.parity.cuda_cases import (
 )
 
 import tinyloop as tl
-from tinyloop.cuda import gemm, hopper, launch, paths, run
+from tinyloop.cuda import gemm, hopper, launch, paths, ready, run
 from tinyloop.cuda.config import Config, HopperConfig, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.marlin import MarlinWeight
@@ -63,10 +63,8 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> Canaries:
     made = Canaries()
     for module in (gemm, hopper, paths):
         monkeypatch.setattr(module, "torch", made)
-    for module in (hopper, run):
-        monkeypatch.setattr(module, "scratch_floats", made.scratch_floats)
-    monkeypatch.setattr(hopper, "scratch_counters", made.scratch_counters)
-    monkeypatch.setattr(gemm, "scratch_addresses", made.scratch_addresses)
+    monkeypatch.setattr(run, "scratch_floats", made.scratch_floats)
+    monkeypatch.setattr(ready, "scratch_addresses", made.scratch_addresses)
     return made
 
 
@@ -240,7 +238,7 @@ def test_a_thread_whose_first_cuda_call_is_a_product(M: int) -> None:
     w = weight(8192, 256, 128, bias=True)
     p, layer, x = pack(w), tl.QuantLinear(w), activations(M, 8192, 0.0, torch.float16)
     m, bias, fresh = p.marlin(), p.bias(torch.float16), x.clone()  # fresh: no tensor map of it is kept
-    kept, out = run.ready(p, M, torch.float16), torch.empty(M, 256, dtype=torch.float16, device="cuda")
+    kept, out = run.ready(p, M, torch.float16, "tensor_core"), torch.empty(M, 256, dtype=torch.float16, device="cuda")
 
     def composed() -> Tensor:
         assert run.mm_asymmetric(x, m, out, bias) is run.Status.OK
@@ -310,7 +308,7 @@ for how in sys.argv[1:]:
     what, M = how.split("=")
     x, graph, said = activations(int(M), K, 0.0, torch.float16), torch.cuda.CUDAGraph(), None
     if what == "compiled":
-        launch.Launcher.__call__ = lambda self, arguments, blocks: None
+        launch.Launcher.__call__ = lambda self, arguments, blocks, stream=None: None
         tl.quant_gemm(x, p)
         launch.Launcher.__call__ = launched
     torch.cuda.synchronize()

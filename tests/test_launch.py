@@ -289,9 +289,9 @@ def test_a_split_product_has_scratch(gpu: Gpu) -> None:
     ready(x), ready(x)
     assert seen[0] == seen[1]
     assert None not in seen[0]
-    assert seen[0][0] == launch.scratch_floats(0, 1, "partial").data_ptr()
-    assert seen[0][1] == (counters := launch.scratch_counters(0, 1)).data_ptr()
-    assert counters.dtype == torch.int32
+    assert seen[0] == launch.scratch_addresses(0, gpu.stream, 1, 1)
+    counters = launch._local.scratch[0, gpu.stream, "counters"].tensor
+    assert (counters.data_ptr(), counters.dtype) == (seen[0][1], torch.int32)
     assert not counters.any()
     gpu.stream = 0x200
     ready(x)
@@ -315,10 +315,21 @@ def test_scratch_is_one_stream_s_and_grows(gpu: Gpu) -> None:
     assert launch.scratch_floats(0, 100, "partial") is grown
 
 
+def test_sums_and_counters_grow_each_for_itself(gpu: Gpu) -> None:
+    partial, counters = launch.scratch_addresses(0, gpu.stream, 100, 10)
+    assert launch.scratch_addresses(0, gpu.stream, 50, 10) == (partial, counters)
+    more = launch.scratch_addresses(0, gpu.stream, 50, 11)
+    assert (more[0], more[1] != counters) == (partial, True)
+    assert launch._local.scratch[0, gpu.stream, "counters"].tensor.numel() == 11
+    assert launch.scratch_addresses(0, gpu.stream, 101, 11)[1] == more[1]
+    assert launch._local.scratch[0, gpu.stream, "partial"].tensor.numel() == 101
+    assert launch.scratch_addresses(0, 0x200, 1, 1) not in (partial, more)
+
+
 def test_scratch_is_one_thread_s(gpu: Gpu) -> None:
-    found = [launch.scratch_counters(0, 10)]
-    in_threads(1, lambda i: found.append(launch.scratch_counters(0, 10)))
-    assert found[0] is not found[1]
+    found = [launch.scratch_addresses(0, gpu.stream, 10, 10)]
+    in_threads(1, lambda i: found.append(launch.scratch_addresses(0, gpu.stream, 10, 10)))
+    assert not set(found[0]) & set(found[1])
 
 
 def test_scratch_of_a_capture_is_that_capture_s(gpu: Gpu) -> None:
@@ -326,7 +337,7 @@ def test_scratch_of_a_capture_is_that_capture_s(gpu: Gpu) -> None:
     found = [outside]
     for gpu.capture in (5, 6):
         found.append(launch.scratch_floats(0, 100, "partial"))
-        assert launch.scratch_addresses(0, 100, 1)[0] == found[-1].data_ptr()
+        assert launch.scratch_addresses(0, gpu.stream, 100, 1)[0] == found[-1].data_ptr()
     gpu.capture = 0
     found.append(launch.scratch_floats(0, 100, "partial"))
     assert len({id(t) for t in found}) == 4
@@ -349,13 +360,13 @@ def addressed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """The launches of a kept call, by addresses of x and y and the step between rows."""
     seen: list[tuple[int, int, int]] = []
     fake = SimpleNamespace(launch=lambda x, y, ldx: seen.append((x, y, ldx)))
-    monkeypatch.setattr(run, "ready", lambda w, M, dtype: fake)
+    monkeypatch.setattr(run, "ready", lambda w, M, dtype, kernel: fake)
     return seen
 
 
 def kept(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     packed = pack(random_quant_weight(x.shape[-1], 24, 4, seed=1))
-    return torch_op._launched(packed, x.shape, x.dtype, torch_op._switches())
+    return torch_op._launched(packed, x.shape, x.dtype, torch_op._switches(), "tensor_core")
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (1, 1, 64), (3, 64), (3, 1, 64), (1, 20), (3, 20)], ids=str)

@@ -39,7 +39,7 @@ class PackedWeight:
         self._dense: dict[tuple[torch.dtype, int | None], Tensor] = {}
         self._bias: dict[torch.dtype, Tensor] = {}
         self._marlin: MarlinWeight | None = None
-        self.ready: dict[tuple[int, torch.dtype], Any] = {}  # launches of cuda/run.py, by rows and dtype
+        self.ready: dict[tuple[int, torch.dtype, str], Any] = {}  # launches of cuda/run.py, by rows, dtype and kernel
         there = weight_device(weight) == self.device and (self.device.type == "cpu" or _is_contiguous(weight))
         self._canonical: LinearWeight | None = weight if there else None
 

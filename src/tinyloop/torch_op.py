@@ -58,7 +58,7 @@ class Held:
     few: dict[tuple[torch.Size, torch.dtype, torch.device], Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
-FEW = 32  # rows up to which calls are kept
+FEW = 64  # rows up to which calls are kept
 
 Numbers = tuple[int, int, int, int]  # K, group size, bits, N: tensors that begin at one address may be of two weights
 
@@ -136,17 +136,19 @@ def unwatched(x: Tensor) -> bool:
     transform, tracer or profiler is there to see the op. Reads private names of torch, as nothing public says this."""
     return (
         type(x) is Tensor
-        and _C._len_torch_dispatch_stack() == 0
-        and _C._len_torch_function_stack() == 0
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
         and _interpreter() is None
-        and _C._get_tracing_state() is None
+        and _tracer() is None
         and not profiler._is_profiler_enabled  # which lists ops
         and forward_ad._current_level < 0
-        and _C._dispatch_keys(x).raw_repr() in _plain
+        and _keys(x).raw_repr() in _plain
     )
 
 
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack  # how many there are
 _interpreter = _C._functorch.peek_interpreter_stack  # of vmap, grad and their like
+_tracer, _keys = _C._get_tracing_state, _C._dispatch_keys
 
 
 def _product(
@@ -166,8 +168,8 @@ def _planned(x: Tensor, held: Held) -> Tensor:
         kernel = plan(problem(held.pack, M, x.dtype)).kernel
         if kernel == "panel" and x.dtype != torch.float16:
             held.few[x.shape, x.dtype, x.device] = _straight(held.pack.panel())
-        if kernel == "tensor_core" and held.pack.perm is None:
-            held.few[x.shape, x.dtype, x.device] = _launched(held.pack, x.shape, x.dtype, on)
+        if kernel in ("tensor_core", "hopper") and held.pack.perm is None:
+            held.few[x.shape, x.dtype, x.device] = _launched(held.pack, x.shape, x.dtype, on, kernel)
     return y
 
 
@@ -182,18 +184,20 @@ def _switches() -> Any:
     return dispatch._marlin_dispatch, _environ.get(_USE_MARLIN)
 
 
-def _launched(pack: PackedWeight, shape: torch.Size, dtype: torch.dtype, on: Any) -> Callable[[Tensor], Tensor]:
-    """On contiguous x of this shape; with the switches `on`, the plan is the tensor-core kernel."""
+def _launched(
+    pack: PackedWeight, shape: torch.Size, dtype: torch.dtype, on: Any, kernel: str
+) -> Callable[[Tensor], Tensor]:
+    """On contiguous x of this shape; with the switches `on`, the plan is this tensor-core kernel."""
     from .cuda.run import aligned, ready
 
     K, M = shape[-1], shape.numel() // shape[-1]
-    launch, result = ready(pack, M, dtype).launch, (*shape[:-1], pack.weight.N)
+    launch, result = ready(pack, M, dtype, kernel).launch, (*shape[:-1], pack.weight.N)
     whole = M == 1 or K % 8 == 0  # rows begin at multiples of 16 bytes where the first does
 
     def call(x: Tensor) -> Tensor:
         if _switches() != on and not use_marlin():
             return quant_gemm(x.detach(), pack)
-        calls["tensor_core"] += 1
+        calls[kernel] += 1
         y = x.new_empty(*result)
         if whole and not (at := x.data_ptr()) % 16:
             launch(at, y.data_ptr(), K)

@@ -115,12 +115,9 @@ class Canaries:
     def scratch_floats(self, device: int, count: int, purpose: str) -> Tensor:
         return self.take(count, torch.float32, torch.device("cuda", device), math.nan)
 
-    def scratch_counters(self, device: int, count: int) -> Tensor:
-        return self.take(count, torch.int32, torch.device("cuda", device), 0)
-
-    def scratch_addresses(self, device: int, floats: int, counters: int) -> tuple[int, int]:
+    def scratch_addresses(self, device: int, stream: int, floats: int, counters: int) -> tuple[int, int]:
         partial = self.scratch_floats(device, floats, "partial")
-        return partial.data_ptr(), self.scratch_counters(device, counters).data_ptr()
+        return partial.data_ptr(), self.take(counters, torch.int32, torch.device("cuda", device), 0).data_ptr()
 
     def check(self) -> list[torch.dtype]:
         """All canaries are alive, and counters at zero again; of what dtypes were the buffers taken since the last

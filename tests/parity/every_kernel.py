@@ -61,9 +61,9 @@ def count_launches() -> Counter[str]:
     """Launches from now on, by kernel."""
     launched, launch_one = Counter[str](), launch.Launcher.__call__
 
-    def counted(self: launch.Launcher, arguments: launch.Arguments, blocks: int) -> None:
+    def counted(self: launch.Launcher, arguments: launch.Arguments, blocks: int, stream: int | None = None) -> None:
         launched[self.entry] += 1
-        launch_one(self, arguments, blocks)
+        launch_one(self, arguments, blocks, stream)
 
     launch.Launcher.__call__ = counted  # type: ignore[method-assign]
     return launched

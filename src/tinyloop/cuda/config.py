@@ -78,7 +78,8 @@ class Config:
 _TILES = (
     (8, 32768, Config(1, 1, 2, 4, 3, False)),
     (8, 8512, Config(1, 1, 1, 8, 3, False)),
-    (8, 0, Config(1, 1, 1, 8, 6, False)),
+    (8, 4352, Config(1, 1, 1, 16, 2, False)),
+    (8, 0, Config(1, 1, 1, 16, 4, False)),
     (16, 16384, Config(2, 1, 1, 4, 4, False)),
     (16, 0, Config(2, 1, 1, 8, 3, False)),
     (32, 8192, Config(4, 1, 2, 4, 4, False)),
@@ -144,9 +145,10 @@ class HopperConfig:
 
     BM: int  # rows
     NJ: int  # words per lane and step: a consumer warpgroup covers 64·NJ columns
-    CW: int = 2  # consumer warpgroups
+    CW: int = 2  # consumer warpgroups along the columns
     DEPTH: int = 64  # k per stage
     SPLITS: int = 1  # blocks of a cluster that divide K of one tile
+    TEAMS: int = 1  # of consumers, which divide the k of each stage
     least: int = 512  # k below which a tile is not cut further
 
     @property
@@ -154,8 +156,17 @@ class HopperConfig:
         return 64 * self.NJ * self.CW
 
     @property
+    def consumers(self) -> int:
+        return self.CW * self.TEAMS
+
+    @property
     def threads(self) -> int:
-        return 128 * (self.CW + 1)
+        return 128 * (self.consumers + 1)
+
+    @property
+    def box_columns(self) -> int:
+        """Pairs of words in a row of a box of words; the copy engine takes 256 at most."""
+        return 64 * self.NJ * self.CW // (2 if self.NJ * self.CW > 4 else 1)
 
     def runs(self, group: int) -> int:
         """Runs of parameters per stage for a group size, -1 for one group over K."""
@@ -163,9 +174,10 @@ class HopperConfig:
 
     def _bytes(self, scale32: bool, runs: int) -> tuple[int, int, int]:
         """Of a stage of x, of a stage of words, and of the rest."""
-        blocks, out_rows = self.NJ * self.CW, min(64, self.BM // self.SPLITS)
-        words = blocks * (self.DEPTH * 32 + runs * (512 if scale32 else 384))
-        return self.BM * self.DEPTH * 2, words, self.CW * out_rows * (64 * self.NJ + 8) * 2 + _BARRIERS
+        blocks, out_rows = self.NJ * self.CW, min(64, self.BM // self.SPLITS // self.TEAMS)
+        words = blocks * (self.DEPTH * 32 + runs * (1024 if scale32 else 896))
+        sums = self.BM * self.columns * 4 if self.TEAMS > 1 else 0
+        return self.BM * self.DEPTH * 2, words, self.consumers * out_rows * (64 * self.NJ + 8) * 2 + sums + _BARRIERS
 
     def stages(self, scale32: bool = False, runs: int = 1) -> tuple[int, int]:
         """Of x and of words: as many as shared memory holds, up to eleven and thirteen."""
@@ -193,29 +205,29 @@ class HopperConfig:
 
     def __str__(self) -> str:
         clusters = f", clusters of {self.SPLITS} along K" if self.SPLITS > 1 else ""
-        return f"{self.BM}×{self.columns} tiles, {self.CW} consumers, {self.DEPTH} k per stage{clusters}"
+        return f"{self.BM}×{self.columns} tiles, {self.TEAMS}·{self.CW} consumers, {self.DEPTH} k per stage{clusters}"
 
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
 _BARRIERS = 512  # bytes, 16 for each of up to 24 stages
 
-# What a block takes for 64 k of a tile, in µs, and into how many blocks a cluster may divide it. Measured on an H200,
-# as the constants below are: a least-squares fit to 900 timings, whose choices cost 0.2 % on average over the best ones
-# (docs/log.md).
+# What a block takes for 64 k of a tile, in µs, and whether clusters of four may divide its K. Measured on an H200, as
+# the constants below are: a least-squares fit to 667 timings (docs/log.md).
 _HOPPER_TILES = (
-    (HopperConfig(32, 1, 2, 128), 0.293, 4),
-    (HopperConfig(32, 1, 3, 128), 0.386, 4),
-    (HopperConfig(32, 2, 3, 128), 0.652, 1),
-    (HopperConfig(64, 1, 2, 128), 0.340, 4),
-    (HopperConfig(64, 1, 3, 128), 0.422, 4),
-    (HopperConfig(64, 2, 3, 128), 0.700, 1),
-    (HopperConfig(128, 1, 2, 128), 0.432, 4),
-    (HopperConfig(128, 1, 3, 128), 0.585, 2),
-    (HopperConfig(128, 2, 2, 128), 0.839, 1),
-    (HopperConfig(256, 1, 2, 64), 0.740, 2),
+    (HopperConfig(32, 1, 2, 128), 0.279, True),
+    (HopperConfig(32, 1, 3, 128), 0.373, True),
+    (HopperConfig(32, 2, 3, 128), 0.634, False),
+    (HopperConfig(64, 1, 1, 128, TEAMS=2), 0.205, False),
+    (HopperConfig(64, 1, 2, 128), 0.313, True),
+    (HopperConfig(64, 1, 3, 128), 0.440, True),
+    (HopperConfig(64, 2, 3, 128), 0.777, False),
+    (HopperConfig(128, 1, 1, 128, TEAMS=2), 0.236, False),
+    (HopperConfig(128, 1, 2, 128), 0.413, False),
+    (HopperConfig(128, 1, 3, 128), 0.580, False),
+    (HopperConfig(256, 1, 2, 64), 0.731, False),
 )
-_TILE, _CUT, _CLUSTER = 2.16, 1.44, 0.53  # µs per tile of a block, where tiles are cut, where clusters divide K
-_SUMS_CUT, _SUMS_CLUSTER = 4.10, 5.41  # µs per 128 KB of sums that move through global and through shared memory
+_TILE, _CUT, _CLUSTER = 1.56, 2.52, 0.84  # µs per tile of a block, where tiles are cut, where clusters divide K
+_SUMS_CUT, _SUMS_CLUSTER = 3.79, 8.09  # µs per 128 KB of sums that move through global and through shared memory
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -226,12 +238,12 @@ def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> H
 
 def hopper_configs(group: int, K: int) -> list[tuple[HopperConfig, float]]:
     """Every tile for K as padded, with its µs per 64 k. Each block of a cluster has a chunk. Where groups begin inside
-    a stage of 128, their parameters would not fit into registers: stages of 64 then."""
+    a stage of 128, the parameters of two words a lane would not fit into registers: stages of 64 then."""
     short = group != -1 and group % 128 != 0
     return [
         (replace(c, SPLITS=splits, DEPTH=depth), step)
-        for c, step, most in _HOPPER_TILES for depth in [64 if short else c.DEPTH]
-        for splits in (1, 2, 4) if splits <= most and splits * depth <= K
+        for c, step, clusters in _HOPPER_TILES for depth in [64 if short and c.NJ > 1 else c.DEPTH]
+        for splits in (1, 4) if splits == 1 or (clusters and splits * depth <= K)
     ]  # fmt: skip
 
 
@@ -240,9 +252,7 @@ def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiproce
     tiles, chunks, per_chunk = -(-M // c.BM) * -(-N // c.columns), K // c.DEPTH, step * c.DEPTH / 64
     sums = c.BM * c.columns * 4 / (128 << 10)
     if c.SPLITS > 1:
-        # Clusters of two fill the chip; larger ones do not fit everywhere: 30 of four on an H200's 132.
-        room = multiprocessors // 2 if c.SPLITS == 2 else multiprocessors * 10 // 11 // c.SPLITS
-        rounds = -(-tiles // room)
+        rounds = -(-tiles // (multiprocessors * 10 // 11 // c.SPLITS))  # 30 clusters of four fit on an H200's 132
         moved = sums * (c.SPLITS - 1) / c.SPLITS
         return rounds * (-(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER) + _CLUSTER
     work = c.schedule(tiles, chunks, multiprocessors)

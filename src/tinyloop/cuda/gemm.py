@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..marlin import MarlinWeight
+from . import ready
 from .config import CHUNK, Config, choose
-from .launch import Arguments, Launcher, chip, scratch_addresses
+from .launch import Arguments, Launcher, chip
 
 Tensor = torch.Tensor
 _p, _i64, _i32 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
@@ -48,20 +49,19 @@ def defines(config: Config, **flags: bool) -> dict[str, int]:
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
-class Ready:
-    """One product of M rows of a dtype, with everything but x and y in place: what a call then costs is the launch."""
+class Ready(ready.Ready):
+    """A product by tensor_core.cu."""
 
     def __init__(
         self, M: int, dtype: torch.dtype, w: MarlinWeight, bias: Tensor | None = None, config: Config | None = None,
         symmetric: bool = False, pair: tuple[MarlinWeight, Tensor | None] | None = None,
     ):  # fmt: skip
-        self.M, self.N, self.dtype = M, w.N, torch.float32 if symmetric else dtype
         self._keep = w, bias, pair  # whose addresses the arguments hold
         device = w.B.device.index
         c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
         column = w.group_size == -1
         halves = not column and w.group_size % CHUNK != 0
-        self._run = _launcher(
+        run = _launcher(
             replace(c, splits=1), device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves,
             symmetric, pair is not None,
         )  # fmt: skip
@@ -70,34 +70,13 @@ class Ready:
         p.row_tiles = -(-M // c.rows)
         tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
         p.whole = c.whole(tiles, chip(device).multiprocessors)
-        self._counters = tiles - p.whole
-        slices = self._counters * c.splits
-        self._blocks, self._floats = p.whole + slices, slices * c.rows * c.columns
-        self._arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
-        self._free = [(self._arguments, self._arguments.p)]  # a launch takes one away, as it lets other threads run
+        cut = tiles - p.whole
+        arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
+        blocks, floats = p.whole + cut * c.splits, cut * c.splits * c.rows * c.columns
+        super().__init__(M, w.N, torch.float32 if symmetric else dtype, run, arguments, blocks, floats, cut)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x fp16 | bf16 [M, K], rows aligned to 16 bytes, elements adjacent → x's dtype [M, N], fp32 if symmetric."""
-        y = out
-        if y is None:  # without a dtype it is made in 0.8 µs, with one in 1.1
-            y = x.new_empty(self.M, self.N) if x.dtype is self.dtype else x.new_empty(self.M, self.N, dtype=self.dtype)
-        if self.M:
-            self.launch(x.data_ptr(), y.data_ptr(), x.stride(0))
-        return y
-
-    def launch(self, x: int, y: int, ldx: int) -> None:
-        """The product by addresses: x with `ldx` elements from row to row, y contiguous."""
-        try:
-            free = self._free.pop()
-        except IndexError:  # in a thread beside another
-            copy = _Arguments.from_buffer_copy(self._arguments)
-            free = copy, copy.p
-        arguments, p = free
-        p.x, p.y, p.ldx = x, y, ldx
-        if self._floats:
-            p.partial, p.arrived = scratch_addresses(self._run.device, self._floats, self._counters)
-        self._run(arguments, self._blocks)
-        self._free.append(free)
+    def _place(self, p: Any, x: int, ldx: int) -> None:
+        p.x, p.ldx = x, ldx
 
 
 def product(

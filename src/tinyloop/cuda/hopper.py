@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..marlin import MarlinWeight
+from . import ready
 from .config import CHUNK, HopperConfig, choose_hopper
-from .launch import Arguments, Launcher, bind_thread, chip, driver, raise_for, scratch_counters, scratch_floats
+from .launch import Arguments, Launcher, bind_thread, chip, driver, raise_for
 
 Tensor = torch.Tensor
 _p, _i32 = ctypes.c_void_p, ctypes.c_int
@@ -19,9 +20,9 @@ _MAP_BYTES = 128
 
 class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
-        ("x", ctypes.c_uint64 * 16), ("y", _p), ("partial", _p), ("arrived", _p),
+        ("x", ctypes.c_uint64 * 16), ("words", ctypes.c_uint64 * 16), ("y", _p), ("partial", _p), ("arrived", _p),
         ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("runs_per_group", _i32),
-        ("row_tiles", _i32), ("column_tiles", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32),
+        ("row_tiles", _i32), ("box_rows", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32),
     ]  # fmt: skip
 
 
@@ -29,6 +30,44 @@ class _Arguments(Arguments):
     _fields_: ClassVar[Any] = [
         ("p", _Problem), ("B", _p), ("S", _p), ("delta", _p), ("bias", _p), ("padding", ctypes.c_char * 32),
     ]  # fmt: skip
+
+
+class Ready(ready.Ready):
+    """A product by hopper.cu."""
+
+    def __init__(
+        self,
+        M: int,
+        dtype: torch.dtype,
+        w: MarlinWeight,
+        bias: Tensor | None = None,
+        config: HopperConfig | None = None,
+    ):
+        self._keep = w, bias  # whose addresses the arguments hold
+        device = w.B.device.index
+        sms = chip(device).multiprocessors
+        c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms)
+        column, runs = w.group_size == -1, c.runs(w.group_size)
+        run = _launcher(c, device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
+        a = _Arguments(B=w.B.data_ptr(), S=w.S.data_ptr(), delta=w.delta.data_ptr())
+        a.bias = None if bias is None else bias.data_ptr()
+        p = a.p
+        p.M, p.N, p.blocks64, p.chunks = M, w.N, w.Np // 64, w.Kp // c.DEPTH
+        p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
+        p.row_tiles, p.box_rows = -(-M // c.BM), min(c.BM, -(-M // 8) * 8)
+        tiles = p.row_tiles * -(-w.Np // c.columns)
+        work = c.schedule(tiles, p.chunks, sms)
+        p.whole, p.piece, p.total = work.whole, work.piece, work.total
+        blocks = (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS
+        super().__init__(M, w.N, dtype, run, a, blocks, work.pieces * c.BM * c.columns, sms * c.consumers)
+        self._map = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16", M, w.K, p.box_rows, device
+        if M:
+            ctypes.memmove(ctypes.addressof(p) + _MAP_BYTES, _words_map(w, c), _MAP_BYTES)
+
+    def _place(self, p: Any, x: int, ldx: int) -> None:
+        dtype, M, K, box_rows, device = self._map
+        stride = ldx if M > 1 else -(-K // 8) * 8
+        ctypes.memmove(ctypes.addressof(p), _encoded(dtype, 2, x, M, K, stride, box_rows, CHUNK, device), _MAP_BYTES)
 
 
 def product(
@@ -39,31 +78,7 @@ def product(
     out: Tensor | None = None,  # x's dtype [M, N], contiguous, aligned to 16 bytes
 ) -> Tensor:  # x's dtype [M, N]
     """`x @ W + bias`."""
-    M, device = x.shape[0], x.device.index
-    y = torch.empty(M, w.N, dtype=x.dtype, device=x.device) if out is None else out
-    if M == 0:
-        return y
-    sms = chip(device).multiprocessors
-    c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms)
-    column, runs = w.group_size == -1, c.runs(w.group_size)
-    run = _launcher(c, device, x.dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
-    a = _Arguments()
-    p = a.p
-    ctypes.memmove(ctypes.addressof(p), _tensor_map(x, c.BM), _MAP_BYTES)
-    p.y, p.M, p.N = y.data_ptr(), M, w.N
-    p.blocks64, p.chunks = w.Np // 64, w.Kp // c.DEPTH
-    p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
-    p.row_tiles, p.column_tiles = -(-M // c.BM), -(-w.Np // c.columns)
-    tiles = p.row_tiles * p.column_tiles
-    work = c.schedule(tiles, p.chunks, sms)
-    p.whole, p.piece, p.total = work.whole, work.piece, work.total
-    if work.pieces:
-        p.partial = scratch_floats(device, work.pieces * c.BM * c.columns, "partial").data_ptr()
-        p.arrived = scratch_counters(device, sms * c.CW).data_ptr()
-    a.B, a.S, a.delta = w.B.data_ptr(), w.S.data_ptr(), w.delta.data_ptr()
-    a.bias = None if bias is None else bias.data_ptr()
-    run(a, (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS)
-    return y
+    return Ready(x.shape[0], x.dtype, w, bias, config)(x, out)
 
 
 @functools.cache
@@ -74,33 +89,36 @@ def _launcher(c: HopperConfig, device: int, bf16: bool, scale32: bool, column: b
 
 def defines(c: HopperConfig, runs: int = 1, **flags: bool) -> dict[str, int]:
     """The macros of one variant of hopper.cu."""
-    names = ("BM", "NJ", "CW", "SPLITS", "DEPTH")
+    names = ("BM", "NJ", "CW", "TEAMS", "SPLITS", "DEPTH")
     x_stages, w_stages = c.stages(flags.get("SCALE32", False), runs)
     tile = {name: getattr(c, name) for name in names} | {"RUNS": runs, "X_STAGES": x_stages, "W_STAGES": w_stages}
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
-def _tensor_map(x: Tensor, rows: int) -> bytes:
-    """The copy engine's description of x; zeros are read outside of it."""
-    d = driver()
-    kind = d.CUtensorMapDataType
-    dtype = kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if x.dtype == torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-    M, K = x.shape
-    stride = x.stride(0) if M > 1 else -(-K // 8) * 8
-    return _encoded(dtype, x.data_ptr(), M, K, stride, rows, x.device.index)
+def _words_map(w: MarlinWeight, c: HopperConfig) -> bytes:
+    """The copy engine's description of the codes, two words an element, and boxes of the steps of a stage."""
+    return _encoded("UINT64", 8, w.B.data_ptr(), w.Kp // 16, w.Np, w.Np, c.DEPTH // 16, c.box_columns, w.B.device.index)
 
 
-@functools.lru_cache(maxsize=256)
-def _encoded(dtype: Any, pointer: int, M: int, K: int, stride: int, rows: int, device: int) -> bytes:
+@functools.lru_cache(maxsize=1 << 10)
+def _encoded(
+    kind: str, size: int, pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int,
+    device: int,
+) -> bytes:  # fmt: skip
+    """The copy engine's description of a matrix of elements of `size` bytes, zeros outside of it. Boxes of 128 bytes in
+    a row, as x has them, are swizzled."""
     d = driver()
     with torch.cuda.device(device):
         bind_thread(device)  # encoding wants a context, and comes before the first launch of a new thread
     u32, u64 = d.cuuint32_t, d.cuuint64_t
+    swizzle = "128B" if size * box_columns == 128 else "NONE"
     result, encoded = d.cuTensorMapEncodeTiled(
-        dtype, 2, pointer, [u64(K), u64(M)], [u64(2 * stride)], [u32(CHUNK), u32(rows)], [u32(1), u32(1)],
-        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"), 2, pointer,
+        [u64(columns), u64(rows)], [u64(size * stride)], [u32(box_columns), u32(box_rows)], [u32(1), u32(1)],
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(d.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
-    raise_for(result, f"tensor map of x [{M}, {K}] with rows {stride} elements apart")
+    raise_for(result, f"tensor map of [{rows}, {columns}] elements of {size} bytes, rows {stride} apart")
     return ctypes.string_at(encoded.getPtr(), _MAP_BYTES)

@@ -127,9 +127,9 @@ class Launcher:
             attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             raise_for(api.cuKernelSetAttribute(attribute, shared, kernel.handle, api.CUdevice(device))[0], entry)
 
-    def __call__(self, arguments: Arguments, blocks: int) -> None:
-        """Launch `blocks` blocks on the device's current stream; `arguments` must not change meanwhile. Raises
-        LaunchError."""
+    def __call__(self, arguments: Arguments, blocks: int, stream: int | None = None) -> None:
+        """Launch `blocks` blocks on the device's current stream, which may be given; `arguments` must not change
+        meanwhile. Raises LaunchError."""
         previous = torch._C._cuda_getDevice()
         if previous != self.device:
             torch.cuda.set_device(self.device)
@@ -138,7 +138,8 @@ class Launcher:
                 own = self._local.own
             except AttributeError:
                 own = self._own()
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            if stream is None:
+                stream = current_stream(self.device)
             if own.blocks != blocks or own.stream != stream:
                 own.set(blocks, stream)
             result = self._launch(own.config_at, self._function, arguments.parameters_at, None)
@@ -208,8 +209,17 @@ class _Held:
     capture: int | None  # of which graph capture, if any
 
 
+@dataclass(frozen=True)
+class _Sums:
+    floats: int
+    counters: int
+    addresses: tuple[int, int]
+    capture: int | None
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
+        self.sums: dict[tuple[int, int], _Sums] = {}  # by device and stream: what `scratch` has for it, at one look
         self.scratch: dict[tuple[int, int, str], _Held] = {}  # by device, stream and purpose
 
 
@@ -218,30 +228,30 @@ _local = _Local()
 
 def scratch_floats(device: int, count: int, purpose: str) -> Tensor:  # fp32 [≥ count]
     """Scratch of the device's current stream for one purpose, kept and only ever grown; contents are undefined."""
-    return _scratch(device, *_here(device), count, purpose).tensor
-
-
-def scratch_counters(device: int, count: int) -> Tensor:  # int32 [≥ count]
-    """Counters at zero, which kernels leave at zero."""
-    return _scratch(device, *_here(device), count, "counters").tensor
-
-
-def scratch_addresses(device: int, floats: int, counters: int) -> tuple[int, int]:
-    """Where both lie, partial sums and counters: the same with one look at the stream, for small products."""
-    stream, capture = _here(device)
-    partial = _scratch(device, stream, capture, floats, "partial")
-    return partial.address, _scratch(device, stream, capture, counters, "counters").address
-
-
-def _here(device: int) -> tuple[int, int | None]:
-    """The device's current stream, and which graph capture it is in, if any."""
     stream = current_stream(device)
+    return _scratch(device, stream, _capture_of(device, stream), count, purpose).tensor
+
+
+def scratch_addresses(device: int, stream: int, floats: int, counters: int) -> tuple[int, int]:
+    """Where a product's partial sums lie, and its counters at zero, which kernels leave at zero. The stream is the
+    device's current one."""
+    capture, kept = _capture_of(device, stream), _local.sums.get((device, stream))
+    if kept is None or kept.capture != capture or kept.floats < floats or kept.counters < counters:
+        partial = _scratch(device, stream, capture, floats, "partial")
+        arrived = _scratch(device, stream, capture, counters, "counters")
+        kept = _Sums(partial.count, arrived.count, (partial.address, arrived.address), capture)
+        _local.sums[device, stream] = kept
+    return kept.addresses
+
+
+def _capture_of(device: int, stream: int) -> int | None:
+    """Which graph capture the device's current stream is in, if any."""
     if torch._C._cuda_getDevice() == device:  # the question is about the current device's
         capturing = torch._C._cuda_isCurrentStreamCapturing()
     else:
         with torch.cuda.device(device):
             capturing = torch._C._cuda_isCurrentStreamCapturing()
-    return stream, _capture(stream) if capturing else None
+    return _capture(stream) if capturing else None
 
 
 def _scratch(device: int, stream: int, capture: int | None, count: int, purpose: str) -> _Held:

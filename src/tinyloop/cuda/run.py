@@ -14,6 +14,7 @@ from ..marlin import MarlinWeight
 from ..weight import QuantWeight
 from . import gemm, hopper, paths
 from .launch import chip, scratch_floats
+from .ready import Ready
 
 if TYPE_CHECKING:
     from ..pack import PackedWeight
@@ -44,20 +45,20 @@ def run(x: Tensor, w: PackedWeight, p: Problem, chosen: Plan) -> Tensor:  # [M, 
 
 
 def _int4(x: Tensor, w: PackedWeight, bias: Tensor | None, kernel: str) -> Tensor:
-    if kernel == "tensor_core":
-        return ready(w, x.shape[0], x.dtype)(aligned(x))
-    if kernel == "hopper":
-        return hopper.product(aligned(x), w.marlin(), bias)
+    if kernel in ("tensor_core", "hopper"):
+        return ready(w, x.shape[0], x.dtype, kernel)(aligned(x))
     return torch.nn.functional.linear(x, paths.unpack(w.marlin(), x.dtype), bias)
 
 
-def ready(w: PackedWeight, M: int, dtype: torch.dtype) -> gemm.Ready:
-    """The tensor-core product of M rows with its arguments in place, kept with the weight where rows are few."""
-    call = w.ready.get((M, dtype))
+def ready(w: PackedWeight, M: int, dtype: torch.dtype, kernel: str) -> Ready:
+    """The product of M rows by one of the two kernels with its arguments in place, kept with the weight where rows are
+    few."""
+    call = w.ready.get((M, dtype, kernel))
     if call is None:
-        call = gemm.Ready(M, dtype, w.marlin(), w.bias(dtype))
+        make = gemm.Ready if kernel == "tensor_core" else hopper.Ready
+        call = make(M, dtype, w.marlin(), w.bias(dtype))
         if M <= KEPT_ROWS:
-            w.ready[M, dtype] = call
+            w.ready[M, dtype, kernel] = call
     return call
 
 

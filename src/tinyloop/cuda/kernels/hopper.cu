@@ -5,27 +5,30 @@
 // format is a lane's share of its fragment as it stands: codes go from shared memory to registers, become W there, and
 // never return. x is the other factor and stays in shared memory, where the copy engine puts it.
 //
-//   one thread             words, scale, δ: bulk copies              ─► ring of W_STAGES ┐
-//   one thread             x: TMA, 64 k × BM rows, swizzled          ─► ring of X_STAGES ┤ `full`, and `empty` back
-//   consumer (CW × 128)    words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight
+//   one thread          words, scale, δ of a stage: one box each ─► ring of W_STAGES, `full` ─┐
+//   two warps           scale and δ as decoding takes them       ─► beside them, `ready` ─────┤
+//   one thread          x: a box of 64 k × BM rows, swizzled     ─► ring of X_STAGES, `full` ─┤  and `empty` back
+//   consumers, 128 each words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight
 //
 // The rings are two because words are needed two units before their rows of x, and take less room: an eighth at 256 rows.
 //
-// A unit is four wgmma of 64 columns × BM rows × 16 k, or eight where a stage is 128 k deep: what a unit costs beside
-// them is spent half as often then. Warp w of a consumer owns NJ words of a lane's four, so a consumer covers 64·NJ
-// columns; NJ·BM ≤ 256 keeps the accumulators in 128 registers. Decoding one word takes 13 instructions in fp16 and 19 in
-// bf16 (weight.cuh, `Centred`) and serves BM rows; δ is in it.
+// A unit is four or eight wgmma of 64 columns × BM rows × 16 k; a chunk, which is what a stage holds, has NJ units. Warp w
+// of a consumer owns NJ words of a lane's four, so a consumer covers 64·NJ columns; NJ·BM ≤ 256 keeps the accumulators in
+// 128 registers. Decoding one word takes 13 instructions in fp16 and 19 in bf16 (weight.cuh, `Centred`) and serves BM
+// rows; δ is in it. Consumers divide the columns of a tile; two TEAMS of them divide the k of each stage as well, for
+// narrow tiles, of which there are more to fill the chip.
 //
 // Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each
 // block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block.
 // Blocks that hold a later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds them in
-// the order of k. Or each tile has a cluster of SPLITS blocks, which divide K; each sums a part of the rows over the shared
-// memories of all, and nothing goes through global memory. Repeats are bitwise equal either way.
+// the order of k. Or each tile has a cluster of SPLITS blocks, which divide K; each gets a part of the rows from all of
+// them into its shared memory, and nothing goes through global memory. Repeats are bitwise equal either way.
 
 #ifndef BM
 #define BM 256   // rows of x per tile: 32, 64, 128 or 256
 #define NJ 1     // words per lane and step
-#define CW 2     // consumer warpgroups
+#define CW 2     // consumer warpgroups along the columns
+#define TEAMS 1  // of consumers, which divide the k of each stage, so that more warps decode
 #define DEPTH 64 // k per stage, 64 or 128
 #define RUNS 1   // of parameters per stage: as many as groups may begin in it
 #define X_STAGES 4
@@ -33,33 +36,43 @@
 #define SPLITS 1 // blocks of a cluster that divide K of one tile and add through each other's shared memory
 #endif
 
-constexpr int BLOCKS64 = NJ * CW, BN = 64 * BLOCKS64, CONSUMER_THREADS = CW * 128, THREADS = CONSUMER_THREADS + 128;
+constexpr int BLOCKS64 = NJ * CW, BN = 64 * BLOCKS64, CONSUMERS = CW * TEAMS;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128, THREADS = CONSUMER_THREADS + 128;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMER_THREADS / 8 * 8;
-constexpr int E = DEPTH / 16, STEPS = E / NJ, CHUNK_UNITS = NJ;  // words of a lane and steps of 16 k per unit, units per chunk
+constexpr int TEAM_STEPS = DEPTH / 16 / TEAMS;  // of 16 k in a stage
+constexpr int E = TEAM_STEPS, STEPS = E / NJ, CHUNK_UNITS = NJ;  // words of a lane and steps of a unit, units of a chunk
+constexpr int TEAM_RUNS = RUNS > TEAMS ? RUNS / TEAMS : 1;
 constexpr int X_BOX = BM * 128, X_BYTES = BM * DEPTH * 2, W_BYTES = BLOCKS64 * DEPTH * 32;
+constexpr int BOX64 = BLOCKS64 > 4 ? BLOCKS64 / 2 : BLOCKS64, BOX_BYTES = BOX64 * DEPTH * 32;  // of 256 pairs at most
 constexpr int RUN_BYTES = BLOCKS64 * (SCALE_BYTES + DELTA_BYTES);
-constexpr int W_STAGE_BYTES = W_BYTES + RUNS * RUN_BYTES;
+constexpr int COLUMNS = W_BYTES + RUNS * RUN_BYTES, COLUMNS_BYTES = BLOCKS64 * 512;  // in a stage: where ready parameters begin; of a run
+constexpr int W_STAGE_BYTES = COLUMNS + RUNS * COLUMNS_BYTES;
 constexpr int OUT_STRIDE = 64 * NJ + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
-constexpr int OUT_ROWS = BM / SPLITS < 64 ? BM / SPLITS : 64, OUT_BYTES = OUT_ROWS * OUT_STRIDE * 2;
-constexpr int WORDS = X_STAGES * X_BYTES, OUT = WORDS + W_STAGES * W_STAGE_BYTES;  // where what begins
-constexpr int X_BARRIERS = OUT + CW * OUT_BYTES, W_BARRIERS = X_BARRIERS + X_STAGES * 16;
 constexpr int ACC = BM / 2, QUADS = NJ * ACC / 4;  // registers per wgmma, four at a time
-constexpr int ROWS = BM / SPLITS;  // that a block writes
-static_assert(SPLITS == 1 || QUADS * CONSUMER_THREADS * 16 <= OUT, "a tile's sums stand in the stages");
+constexpr int PARTS = SPLITS * TEAMS, ROWS = BM / PARTS, OWN_QUADS = QUADS / PARTS;  // of K; of a tile that each part writes
+constexpr int OUT_ROWS = ROWS < 64 ? ROWS : 64, OUT_BYTES = OUT_ROWS * OUT_STRIDE * 2;
+constexpr int WORDS = X_STAGES * X_BYTES, OUT = WORDS + W_STAGES * W_STAGE_BYTES;  // where what begins
+constexpr int SUMS = SPLITS > 1 ? 0 : OUT + CONSUMERS * OUT_BYTES;  // over the stages, where a block has one tile
+constexpr int SUMS_BYTES = QUADS * CW * 128 * 16;
+constexpr int X_BARRIERS = OUT + CONSUMERS * OUT_BYTES + (TEAMS > 1 ? SUMS_BYTES : 0), W_BARRIERS = X_BARRIERS + X_STAGES * 16;
+constexpr int READY_BARRIERS = W_BARRIERS + W_STAGES * 16, SUMS_BARRIER = READY_BARRIERS + W_STAGES * 8;
+static_assert(TEAMS == 1 || (TEAMS == 2 && SPLITS == 1), "teams add two and two, within a block");
+static_assert(SPLITS == 1 || SUMS_BYTES <= OUT, "a tile's sums stand in the stages");
 
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
 struct Problem {
-    TensorMap x;     // [M][K], boxes of 64 k × BM rows, 128-byte swizzle, zeros outside
+    TensorMap x;     // [M][K], boxes of 64 k × box_rows rows, 128-byte swizzle, zeros outside
+    TensorMap words; // [K/16][blocks64·64] words in pairs, boxes of a stage's steps × BOX64 blocks, zeros outside
     u16* y;          // [M][N]
-    float4* partial; // [pieces][QUADS][CONSUMER_THREADS]
-    u32* arrived;    // [cut tiles][CW], zero between launches
+    float4* partial; // [pieces][OWN_QUADS][CONSUMER_THREADS]
+    u32* arrived;    // [cut tiles][CONSUMERS], zero between launches
     int M, N;
     int blocks64, chunks, runs_per_group;
-    int row_tiles, column_tiles;
+    int row_tiles, box_rows;
     int whole;       // tiles that are dealt out whole
     int piece, total;  // chunks of the cut tiles: per block, at most a tile's, and altogether
 };
@@ -69,9 +82,17 @@ struct Arguments {
     Weight w;
 };
 
+// v, which is the same in all lanes of a warp, said so that addresses made of it go to uniform registers.
+DEVICE int uniform(int v) { return __shfl_sync(0xffffffff, v, 0); }
+
 // ---- barriers, the copy engine, wgmma --------------------------------------------------------------------------------
 
 DEVICE void barrier_init(u32 at, int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals)); }
+
+DEVICE void barriers_made() {  // by other lanes of the warp, too
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+}
 
 DEVICE void barrier_expect(u32 at, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
@@ -86,9 +107,9 @@ DEVICE void barrier_wait(u32 at, u32 parity) {
         "@!done bra again; }" ::"r"(at), "r"(parity) : "memory");
 }
 
-DEVICE void load_box(u32 to, const TensorMap* map, int k, int row, u32 barrier) {
+DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-                 "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+                 "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
 DEVICE void load_bulk(u32 to, const void* from, int bytes, u32 barrier) {
@@ -104,15 +125,19 @@ DEVICE int cluster_rank() {
     return rank;
 }
 
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// All blocks of the cluster are here. What they have written is not waited for, which takes a microsecond.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
 
-DEVICE float4 load_from(int rank, u32 at) {
-    u32 there;
-    float4 v;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there));
-    return v;
+// Four floats into the memory of a block of the cluster, counted by its barrier when they are there.
+DEVICE void send(int rank, u32 at, const float* v, u32 barrier) {
+    asm volatile(
+        "{ .reg .u32 to, full;\n"
+        "mapa.shared::cluster.u32 to, %0, %6;\n"
+        "mapa.shared::cluster.u32 full, %1, %6;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%2, %3, %4, %5}, [full]; }" ::"r"(at),
+        "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(rank) : "memory");
 }
 
 template <int REGISTERS> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
@@ -138,7 +163,11 @@ DEVICE u64 x_descriptor(u32 at) { return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 
 
 // d [64 × BM] += a [64 × 16] · x [16 × BM]; lanes as in mma (ptx.cuh), warp w holding rows 16w … 16w + 15.
 DEVICE void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 x) {
-#if BM == 32
+#if BM == 16
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16." TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+                 : F8(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+#elif BM == 32
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." TYPES
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
                  : F8(0), F8(8)
@@ -169,10 +198,22 @@ DEVICE void store_shared16(u32 at, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
+DEVICE float4 load_floats(u32 at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
+DEVICE void add4(float* v, float4 f) { v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w; }
+
 DEVICE int load_acquire(const u32* at) {
     int v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
+}
+
+DEVICE void add_release(u32* at, u32 v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
 // ---- work ------------------------------------------------------------------------------------------------------------
@@ -211,15 +252,22 @@ struct Schedule {
     }
 };
 
-// The rows and columns of a tile. Neighbouring tiles share columns of W, eight row tiles at a time, so that x and W both come from the L2 cache.
+// The rows and columns of a tile. Neighbouring tiles share columns of W, eight row tiles at a time, so that x and W both
+// come from the L2 cache.
 DEVICE void place(const Problem& p, int tile, int& row_tile, int& column_tile) {
     constexpr int RASTER = 8;
-    const int band = tile / (RASTER * p.column_tiles), rows = min(p.row_tiles - band * RASTER, RASTER);
-    const int within = tile - band * RASTER * p.column_tiles;
+    const int in_band = RASTER * ((p.blocks64 + BLOCKS64 - 1) / BLOCKS64), band = tile / in_band;
+    const int rows = min(p.row_tiles - band * RASTER, RASTER), within = tile - band * in_band;
     row_tile = band * RASTER + within % rows, column_tile = within / rows;
 }
 
-// A position in a ring of stages. A stage has two barriers: `full` when its bytes are there, `empty` when all have read it.
+// The row of x where a tile begins. The last tile begins early enough to end with x, since the copy engine takes up to
+// twice as long for boxes that reach outside; it does not write the rows of the tile before. Where x has fewer rows
+// than a tile, a box has as many, to the next eight, and what stands behind them gives rows that are not written.
+DEVICE int first_row(const Problem& p, int row_tile) { return max(0, min(row_tile * BM, p.M - BM)); }
+
+// A position in a ring of stages. A stage has two barriers: `full` when its bytes are there, `empty` when all have read
+// it; and one of words a third, `ready`.
 template <int STAGES, int FIRST_BARRIER> struct Ring {
     int slot = 0;
     u32 parity = 0;
@@ -234,27 +282,52 @@ template <int STAGES, int FIRST_BARRIER> struct Ring {
 using XRing = Ring<X_STAGES, X_BARRIERS>;
 using WRing = Ring<W_STAGES, W_BARRIERS>;
 
+DEVICE u32 ready(const WRing& ring, u32 memory) { return memory + READY_BARRIERS + ring.slot * 8; }
+
+// A stage's barriers, by a lane of the warp that fills it.
+DEVICE void init_words(u32 memory, int lane) {
+    if (lane < W_STAGES) {
+        barrier_init(memory + W_BARRIERS + lane * 16, 1);
+        barrier_init(memory + W_BARRIERS + lane * 16 + 8, CONSUMERS * 4);
+        barrier_init(memory + READY_BARRIERS + lane * 8, 2);
+    }
+    if (SPLITS > 1 && lane == 31) {
+        barrier_init(memory + SUMS_BARRIER, 1);
+        barrier_expect(memory + SUMS_BARRIER, SUMS_BYTES);
+    }
+    barriers_made();
+}
+
+DEVICE void init_x(u32 memory, int lane) {
+    if (lane < X_STAGES) {
+        barrier_init(memory + X_BARRIERS + lane * 16, 1);
+        barrier_init(memory + X_BARRIERS + lane * 16 + 8, CONSUMERS * 4);
+    }
+    barriers_made();
+}
+
 // Copies chunk after chunk of the weight. Nothing but weights, so that it need not wait for the kernel before.
 DEVICE void load_words(const Problem& p, const Weight& w, u32 memory) {
     WRing ring;
     Item item;
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.words) : "memory");
     for (Schedule schedule(p); schedule.next(item);) {
         int row_tile, column_tile;
         place(p, item.tile, row_tile, column_tile);
         const int block0 = column_tile * BLOCKS64, blocks = min(BLOCKS64, p.blocks64 - block0);
-        const uint4* words = w.B + ((i64)item.first * (DEPTH / 16) * p.blocks64 + block0) * 32;
         int group = item.first * RUNS / p.runs_per_group;
         int runs_left = p.runs_per_group - item.first * RUNS % p.runs_per_group;
         bool params = true;  // whether the chunk's parameters are not in registers yet
+#pragma unroll 1
         for (int chunk = item.first; chunk < item.end; chunk++) {
             const u32 full = ring.full(memory);
             u32 to = memory + WORDS + ring.slot * W_STAGE_BYTES;
             barrier_wait(full + 8, ring.parity ^ 1);
-            barrier_expect(full, blocks * (DEPTH * 32 + (params ? RUNS * (SCALE_BYTES + DELTA_BYTES) : 0)));
+            barrier_expect(full, W_BYTES + (params ? blocks * RUNS * (SCALE_BYTES + DELTA_BYTES) : 0));
             ring.advance();
-#pragma unroll 1
-            for (int step = 0; step < DEPTH / 16; step++, to += BLOCKS64 * 512, words += (i64)p.blocks64 * 32)
-                load_bulk(to, words, blocks * 512, full);
+#pragma unroll
+            for (int box = 0; box < BLOCKS64; box += BOX64, to += BOX_BYTES)
+                load_box(to, &p.words, (block0 + box) * 64, chunk * (DEPTH / 16), full);
             bool next = RUNS > 1;
 #pragma unroll 1
             for (int run = 0; run < RUNS; run++, to += RUN_BYTES) {
@@ -279,65 +352,113 @@ DEVICE void load_x(const Problem& p, u32 memory) {
     for (Schedule schedule(p); schedule.next(item);) {
         int row_tile, column_tile;
         place(p, item.tile, row_tile, column_tile);
+        const int row0 = first_row(p, row_tile);
+#pragma unroll 1
         for (int chunk = item.first; chunk < item.end; chunk++) {
             const u32 to = memory + ring.slot * X_BYTES, full = ring.full(memory);
             barrier_wait(full + 8, ring.parity ^ 1);
-            barrier_expect(full, X_BYTES);
+            barrier_expect(full, p.box_rows * (DEPTH * 2));
 #pragma unroll
             for (int box = 0; box < DEPTH / 64; box++)
-                load_box(to + box * X_BOX, &p.x, chunk * DEPTH + box * 64, row_tile * BM, full);
+                load_box(to + box * X_BOX, &p.x, chunk * DEPTH + box * 64, row0, full);
             ring.advance();
         }
     }
 }
 
-// Scale and δ of a column as `weights` takes them: 16-bit arithmetic, unless the pack has its scales in fp32.
+// Scale and δ of a column as `weights` takes them, in eight bytes: 16-bit arithmetic, unless the pack has scales in fp32.
 #if SCALE32
 using Column = Affine;
+DEVICE uint2 packed(Column c) { return make_uint2(__float_as_uint(c.step), __float_as_uint(c.base)); }
 DEVICE Column column_of(float scale, float delta) { return affine(scale, delta); }
+DEVICE Column unpacked(u32 a, u32 b) { return Column{__uint_as_float(a), __uint_as_float(b)}; }
 #else
 using Column = Centred;
 DEVICE Column column_of(float scale, float delta) { return centred(scale, delta); }
+#if BF16
+#define LAST fine
+#else
+#define LAST minus_high
 #endif
+DEVICE uint2 packed(Column c) { return make_uint2(__byte_perm(c.scale, c.rest, 0x5410), __byte_perm(c.minus, c.LAST, 0x5410)); }
+DEVICE Column unpacked(u32 a, u32 b) {
+    Column c;
+    c.scale = __byte_perm(a, 0, 0x1010), c.rest = __byte_perm(a, 0, 0x3232);
+    c.minus = __byte_perm(b, 0, 0x1010), c.LAST = __byte_perm(b, 0, 0x3232);
+    return c;
+}
+#endif
+
+// Make parameters ready, which each of four lanes would else do for itself. Of 64 columns, a lane has one, in the order
+// in which the pack has them; the two of word j in lanes 4r … 4r + 3 go to unit 8j + r of sixteen bytes.
+DEVICE void prepare(const Problem& p, u32 memory) {
+    const int lane = threadIdx.x % 32, at = threadIdx.x / 32 % 2 * 32 + lane;
+    const int i = COLUMN ? at / 32 * 4 + at / 2 % 4 : at % 8, r = COLUMN ? at / 8 % 4 * 2 + at % 2 : at / 8;
+    WRing ring;
+    Item item;
+    for (Schedule schedule(p); schedule.next(item);) {
+        int in_group = item.first % p.runs_per_group;
+#pragma unroll 1
+        for (int chunk = item.first; chunk < item.end; chunk++) {
+            barrier_wait(ring.full(memory), ring.parity);
+            if (RUNS > 1 || in_group == 0 || chunk == item.first) {
+                const u32 stage = memory + WORDS + ring.slot * W_STAGE_BYTES;
+                u32 from = stage + W_BYTES, to = stage + COLUMNS + (i / 2 * 8 + r) * 16 + i % 2 * 8;
+#pragma unroll 1
+                for (int run = 0; run < RUNS; run++, from += RUN_BYTES)
+#pragma unroll 1
+                    for (int b = 0; b < BLOCKS64; b++, to += 512) {
+                        const u32 scale = from + b * SCALE_BYTES + at * (SCALE_BYTES / 64);
+                        const float delta = load_shared4(from + BLOCKS64 * SCALE_BYTES + b * DELTA_BYTES + at * 4);
+                        const uint2 v = packed(column_of(scale_in(scale), delta));
+                        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
+                    }
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ready(ring, memory));
+            ring.advance();
+            if (++in_group == p.runs_per_group) in_group = 0;
+        }
+    }
+}
 
 struct Consumer {
     const Problem& p;
     const Weight& w;
     const u32 memory;
-    const int thread, consumer, warp, lane, r, t;  // thread and warp within the warpgroup
+    const int thread, consumer, team, warp, lane, r;  // thread and warp within the warpgroup
     const int block, word0;                        // this warp's 64 columns among the tile's, and its first word
     XRing rows;                                    // where wgmma is
     WRing words;                                   // where words are read
-    Column columns[RUNS][2 * NJ];                  // of the chunk that is decoded
+    uint4 columns[TEAM_RUNS][NJ];                  // parameters of the chunk that is decoded, two columns a word
     int group_left;                                // chunks that begin in its group and are not read yet
 
     DEVICE Consumer(const Problem& p, const Weight& w, u32 memory)
-        : p(p), w(w), memory(memory), thread(threadIdx.x % 128), consumer(threadIdx.x / 128), warp(thread / 32), lane(thread % 32),
-          r(lane / 4), t(lane % 4), block(consumer * NJ + warp * NJ / 4), word0(warp * NJ % 4) {}
+        : p(p), w(w), memory(memory), thread(threadIdx.x % 128), consumer(uniform(threadIdx.x / 128) % CW),
+          team(uniform(threadIdx.x / 128) / CW), warp(uniform(thread / 32)), lane(thread % 32), r(lane / 4),
+          block(consumer * NJ + warp * NJ / 4), word0(warp * NJ % 4) {}
 
-    DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); }
+    DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(team * CW + consumer + 1) : "memory"); }
+    DEVICE void sync_all() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMERS + 1), "n"(CONSUMER_THREADS) : "memory"); }
 
     // Of the chunk whose first words were read: the columns' scale and δ, unless its group has begun before.
     DEVICE void read_params() {
         if (RUNS == 1 && group_left-- > 0) return;
         group_left = p.runs_per_group - 1;
+        const u32 stage = memory + WORDS + words.slot * W_STAGE_BYTES;
+        const u32 at = stage + COLUMNS + team * RUNS / TEAMS * COLUMNS_BYTES + block * 512;
 #pragma unroll
-        for (int u = 0; u < RUNS; u++) {
-            const u32 runs = memory + WORDS + words.slot * W_STAGE_BYTES + W_BYTES + u * RUN_BYTES;
+        for (int u = 0; u < TEAM_RUNS; u++)
 #pragma unroll
-            for (int i = 0; i < 2 * NJ; i++) {
-                const float scale = scale_at(runs + block * SCALE_BYTES, r, 2 * word0 + i);
-                const float delta = delta_at(runs + BLOCKS64 * SCALE_BYTES + block * DELTA_BYTES, r, 2 * word0 + i);
-                columns[u][i] = column_of(scale, delta);
-            }
-        }
+            for (int j = 0; j < NJ; j++) columns[u][j] = load_shared16(at + u * COLUMNS_BYTES + ((word0 + j) * 8 + r) * 16);
     }
 
     DEVICE void read_words(u32 (&word)[E], int unit) const {
-        const u32 at = memory + WORDS + words.slot * W_STAGE_BYTES + block * 512 + lane * 16 + word0 * 4;
+        const u32 stage = memory + WORDS + words.slot * W_STAGE_BYTES;
+        const u32 at = stage + block / BOX64 * BOX_BYTES + block % BOX64 * 512 + lane * 16 + word0 * 4;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            const u32 from = at + (unit * STEPS + s) * BLOCKS64 * 512;
+            const u32 from = at + (team * TEAM_STEPS + unit * STEPS + s) * BOX64 * 512;
             if constexpr (NJ == 4)
                 asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                              : "=r"(word[4 * s]), "=r"(word[4 * s + 1]), "=r"(word[4 * s + 2]), "=r"(word[4 * s + 3])
@@ -352,14 +473,15 @@ struct Consumer {
     DEVICE void decode(u32 (&a)[E][4], const u32 (&word)[E], int unit) const {
 #pragma unroll
         for (int e = 0; e < E; e++) {
-            const int run = (unit * STEPS + e / NJ) * RUNS * 16 / DEPTH, j = e % NJ;
-            weights(a[e], word[e], columns[run][2 * j], columns[run][2 * j + 1]);
+            const int run = (unit * STEPS + e / NJ) * TEAM_RUNS / TEAM_STEPS, j = e % NJ;
+            const uint4 c = columns[run][j];
+            weights(a[e], word[e], unpacked(c.x, c.y), unpacked(c.z, c.w));
         }
     }
 
     // Words of the next unit that is not read yet, unit `unit` of its chunk, and what else the chunk needs.
     DEVICE void read_unit(u32 (&word)[E], int unit) {
-        if (unit == 0) barrier_wait(words.full(memory), words.parity);
+        if (unit == 0) barrier_wait(ready(words, memory), words.parity);
         read_words(word, unit);
         if (unit == 0) read_params();
         if (unit == CHUNK_UNITS - 1) {
@@ -371,10 +493,12 @@ struct Consumer {
 
     // One unit on its way through the pipeline: `unit` of the chunk at `rows`, with W in `now`.
     // Left over when it returns: W of the next unit in `next`, words of the one after in `word`.
-    DEVICE void unit_step(float (&acc)[NJ][ACC], u32 (&now)[E][4], u32 (&next)[E][4], u32 (&word)[E], int unit, int& to_decode, int& to_read) {
+    DEVICE void unit_step(float (&acc)[NJ][ACC], u32 (&now)[E][4], u32 (&next)[E][4], u32 (&word)[E], int unit, int& to_decode,
+                          int& to_read) {
         if (unit == 0) barrier_wait(rows.full(memory), rows.parity);
         wgmma_fence();
-        const u64 x = x_descriptor(memory + rows.slot * X_BYTES);
+        const int team_step = team * TEAM_STEPS;
+        const u64 x = x_descriptor(memory + rows.slot * X_BYTES + team_step / 4 * X_BOX + team_step % 4 * 32);
 #pragma unroll
         for (int e = 0; e < E; e++) {
             const int step = unit * STEPS + e / NJ;
@@ -415,18 +539,17 @@ struct Consumer {
     DEVICE bool reduce(float (&acc)[NJ][ACC], const Item& item) {
         const int cut_tile = item.tile - p.whole, start = cut_tile * p.chunks;
         const int first = start / p.piece, last = (start + p.chunks - 1) / p.piece;
-        u32* arrived = p.arrived + cut_tile * CW + consumer;
-        float4* partial = p.partial + consumer * 128 + thread;
+        u32* arrived = p.arrived + cut_tile * CONSUMERS + team * CW + consumer;
+        float4* partial = p.partial + threadIdx.x;
         if (item.first > 0) {
-            partial += (i64)blockIdx.x * QUADS * CONSUMER_THREADS;
+            partial += (i64)blockIdx.x * OWN_QUADS * CONSUMER_THREADS;
 #pragma unroll
-            for (int q = 0; q < QUADS; q++) {
-                const float* v = acc[q / (ACC / 4)] + q % (ACC / 4) * 4;
+            for (int q = 0; q < OWN_QUADS; q++) {
+                const float* v = acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4;
                 __stcg(partial + (i64)q * CONSUMER_THREADS, make_float4(v[0], v[1], v[2], v[3]));
             }
-            __threadfence();
             sync();
-            if (thread == 0) atomicAdd(arrived, 1);
+            if (thread == 0) add_release(arrived, 1);
             return false;
         }
         if (thread == 0) {
@@ -434,19 +557,16 @@ struct Consumer {
             *arrived = 0;
         }
         sync();
-        constexpr int BATCH = QUADS < 8 ? QUADS : 8;  // quads that are on their way at a time
+        constexpr int BATCH = OWN_QUADS < 8 ? OWN_QUADS : 8;  // quads that are on their way at a time
         for (int b = first + 1; b <= last; b++) {
-            const float4* from = partial + (i64)b * QUADS * CONSUMER_THREADS;
+            const float4* from = partial + (i64)b * OWN_QUADS * CONSUMER_THREADS;
 #pragma unroll
-            for (int q0 = 0; q0 < QUADS; q0 += BATCH) {
+            for (int q0 = 0; q0 < OWN_QUADS; q0 += BATCH) {
                 float4 f[BATCH];
 #pragma unroll
                 for (int q = 0; q < BATCH; q++) f[q] = __ldcg(from + (i64)(q0 + q) * CONSUMER_THREADS);
 #pragma unroll
-                for (int q = 0; q < BATCH; q++) {
-                    float* v = acc[(q0 + q) / (ACC / 4)] + (q0 + q) % (ACC / 4) * 4;
-                    v[0] += f[q].x, v[1] += f[q].y, v[2] += f[q].z, v[3] += f[q].w;
-                }
+                for (int q = 0; q < BATCH; q++) add4(acc[(q0 + q) / (ROWS / 8)] + (q0 + q) % (ROWS / 8) * 4, f[q]);
             }
         }
         return true;
@@ -454,33 +574,49 @@ struct Consumer {
 
     // Add what the blocks of the cluster have of the tile; each gets the sums of its own ROWS rows, first in acc.
     DEVICE void add_splits(float (&acc)[NJ][ACC]) const {
-        asm volatile("bar.sync %0, %1;" ::"n"(CW + 1), "n"(CONSUMER_THREADS) : "memory");  // the stages are free
-        const u32 at = memory + threadIdx.x * 16;
+        sync_all();
+        cluster_sync();  // the stages of all are free
+        const u32 at = memory + SUMS + threadIdx.x * 16, from = at + cluster_rank() * (OWN_QUADS * CONSUMER_THREADS * 16);
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            const float* v = acc[q / (ACC / 4)] + q % (ACC / 4) * 4;
-            store_shared16(at + q * CONSUMER_THREADS * 16, make_float4(v[0], v[1], v[2], v[3]));
+        for (int rank = 0; rank < SPLITS; rank++)
+#pragma unroll
+            for (int q = 0; q < OWN_QUADS; q++)
+                send(rank, from + q * CONSUMER_THREADS * 16, acc[q / (ROWS / 8)] + (rank * (ROWS / 8) + q % (ROWS / 8)) * 4,
+                     memory + SUMS_BARRIER);
+        barrier_wait(memory + SUMS_BARRIER, 0);
+#pragma unroll
+        for (int q = 0; q < OWN_QUADS; q++) {
+            float* v = acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4;
+            v[0] = v[1] = v[2] = v[3] = 0.f;
+#pragma unroll
+            for (int rank = 0; rank < SPLITS; rank++) add4(v, load_floats(at + (rank * OWN_QUADS + q) * CONSUMER_THREADS * 16));
         }
-        cluster_arrive();
-        cluster_wait();
-        const u32 own = at + cluster_rank() * (ROWS / 8) * CONSUMER_THREADS * 16;
-#pragma unroll
-        for (int j = 0; j < NJ; j++)
-#pragma unroll
-            for (int i = 0; i < ROWS / 8; i++) {
-                float* v = acc[j] + i * 4;
-                v[0] = v[1] = v[2] = v[3] = 0.f;
-#pragma unroll
-                for (int rank = 0; rank < SPLITS; rank++) {
-                    const float4 f = load_from(rank, own + (j * (ACC / 4) + i) * CONSUMER_THREADS * 16);
-                    v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
-                }
-            }
     }
 
-    // Round, transpose through shared memory, and write ROWS rows, OUT_ROWS at a time.
-    DEVICE void write(float (&acc)[NJ][ACC], int row0, int column0) {
-        const u32 out = memory + OUT + consumer * OUT_BYTES;
+    // Add what the two teams have of the tile: each leaves the other's half of the rows, and gets its own, first in acc.
+    DEVICE void add_teams(float (&acc)[NJ][ACC]) const {
+        const u32 at = memory + SUMS + (consumer * 128 + thread) * 16, own = team * (OWN_QUADS * CW * 128 * 16);
+        sync_all();  // the sums of the tile before have been read
+#pragma unroll
+        for (int q = 0; q < OWN_QUADS; q++) {
+            float* v = acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4;
+            float* w = v + ACC / 2;
+            const float4 other = team ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(w[0], w[1], w[2], w[3]);
+            if (team) v[0] = w[0], v[1] = w[1], v[2] = w[2], v[3] = w[3];
+            store_shared16(at + (OWN_QUADS * CW * 128 * 16 - own) + q * CW * 128 * 16, other);
+        }
+        sync_all();
+#pragma unroll
+        for (int q = 0; q < OWN_QUADS; q++)
+            add4(acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4, load_floats(at + own + q * CW * 128 * 16));
+    }
+
+    DEVICE int part() const { return cluster_rank() * TEAMS + team; }
+
+    // Round, transpose through shared memory, and write those of ROWS rows from row0 on that are not before `first`,
+    // OUT_ROWS at a time.
+    DEVICE void write(float (&acc)[NJ][ACC], int row0, int first, int column0) {
+        const u32 out = memory + OUT + (team * CW + consumer) * OUT_BYTES;
         const int local = (block - consumer * NJ) * 64 + word0 * 16;  // this warp's first column among the consumer's
         float bias[NJ][2];
 #pragma unroll
@@ -502,17 +638,17 @@ struct Consumer {
                                    pack2(v[2] + bias[j][1], v[3] + bias[j][1]));
                 }
             sync();
-            write_rows(out, row0 + pass * OUT_ROWS, column0 + consumer * 64 * NJ);
+            write_rows(out, row0 + pass * OUT_ROWS, first, column0 + consumer * 64 * NJ);
             sync();
         }
     }
 
-    DEVICE void write_rows(u32 out, int row0, int column0) {
+    DEVICE void write_rows(u32 out, int row0, int first, int column0) {
         constexpr int PIECES = 8 * NJ;  // of sixteen bytes, in a row
         for (int i = thread; i < OUT_ROWS * PIECES; i += 128) {
             const int row = i / PIECES, c = i % PIECES * 8, n = column0 + c;
             if (row0 + row >= p.M) break;
-            if (n >= p.N) continue;
+            if (n >= p.N || row0 + row < first) continue;
             const uint4 v = load_shared16(out + (row * OUT_STRIDE + c) * 2);
             u16* to = p.y + (i64)(row0 + row) * p.N + n;
             if (p.N % 8 == 0) {
@@ -535,15 +671,13 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < ACC; i++) acc[j][i] = 0.f;
             product(acc, item);
-            if (SPLITS > 1)
-                add_splits(acc);
-            else if (item.end - item.first < p.chunks && !reduce(acc, item))
-                continue;
+            if (SPLITS > 1) add_splits(acc);
+            if (TEAMS > 1) add_teams(acc);
+            if (SPLITS == 1 && item.end - item.first < p.chunks && !reduce(acc, item)) continue;
             int row_tile, column_tile;
             place(p, item.tile, row_tile, column_tile);
-            write(acc, row_tile * BM + cluster_rank() * ROWS, column_tile * BN);
+            write(acc, first_row(p, row_tile) + part() * ROWS, row_tile * BM, column_tile * BN);
         }
-        if (SPLITS > 1) cluster_arrive(), cluster_wait();  // the others may still read here
     }
 };
 
@@ -557,24 +691,22 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) hopper(cons
     extern __shared__ __align__(1024) u8 shared[];
     const u32 memory = shared_address(shared);
     release_successor();
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < X_STAGES; s++) {
-            barrier_init(memory + X_BARRIERS + s * 16, 1);
-            barrier_init(memory + X_BARRIERS + s * 16 + 8, CW * 4);
-        }
-        for (int s = 0; s < W_STAGES; s++) {
-            barrier_init(memory + W_BARRIERS + s * 16, 1);
-            barrier_init(memory + W_BARRIERS + s * 16 + 8, CW * 4);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
     if (threadIdx.x >= CONSUMER_THREADS) {
         registers_down<PRODUCER_REGISTERS>();
-        if (threadIdx.x == CONSUMER_THREADS) load_words(arguments.p, arguments.w, memory);
-        if (threadIdx.x == CONSUMER_THREADS + 32) load_x(arguments.p, memory);
+        const int warp = threadIdx.x / 32 - CONSUMERS * 4, lane = threadIdx.x % 32;
+        if (warp == 0) init_words(memory, lane);
+        if (warp == 1) init_x(memory, lane);
+        if (warp < 2) {  // who need not wait for each other
+            asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory");
+            if (lane == 0 && warp == 0) load_words(arguments.p, arguments.w, memory);
+            if (lane == 0 && warp == 1) load_x(arguments.p, memory);
+        } else {
+            asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory");
+            prepare(arguments.p, memory);
+        }
     } else {
         registers_up<CONSUMER_REGISTERS>();
+        asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory");
         Consumer(arguments.p, arguments.w, memory).run();
     }
 }

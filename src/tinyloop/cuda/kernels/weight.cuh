@@ -26,13 +26,15 @@ template <int SIZE> DEVICE u32 param_offset(int r, int i) {
     return (r * 8 + i) * SIZE;
 }
 
-DEVICE float scale_at(u32 run, int r, int i) {
+DEVICE float scale_in(u32 at) {
 #if SCALE32
-    return load_shared4(run + param_offset<4>(r, i));
+    return load_shared4(at);
 #else
-    return f32_of_half(load_shared2(run + param_offset<2>(r, i)));
+    return f32_of_half(load_shared2(at));
 #endif
 }
+
+DEVICE float scale_at(u32 run, int r, int i) { return scale_in(run + param_offset<SCALE_BYTES / 64>(r, i)); }
 
 DEVICE float delta_at(u32 run, int r, int i) { return SYMMETRIC ? 0.f : load_shared4(run + param_offset<4>(r, i)); }
 
