@@ -545,7 +545,7 @@ def test_all_kinds_together_have_all_variants() -> None:
 @pytest.mark.parametrize("scale32", [False, True])
 @pytest.mark.parametrize("group", [-1, 128, 64, 32, 96])
 def test_hopper_configurations(group: int, scale32: bool) -> None:
-    for c, step in hopper_configs(group, 1 << 20):
+    for c, step in hopper_configs(1 << 20):
         runs = c.runs(group)
         assert min(c.stages(scale32, runs)) >= 3, c
         assert c.shared_memory(scale32, runs) <= HOPPER.shared_memory
@@ -556,23 +556,27 @@ def test_hopper_configurations(group: int, scale32: bool) -> None:
 
 
 def test_hopper_choices() -> None:
-    """Those that are compiled; no block of a cluster without a chunk; short groups with short stages."""
-    for (M, N, K), group in itertools.product(PADDED, (-1, 32, 64, 128, 256)):
-        c = choose_hopper(M, N, K, group, 132)
+    """Those that are compiled; no block of a cluster without a chunk."""
+    for M, N, K in PADDED:
+        c = choose_hopper(M, N, K, 132)
         assert c in hopper_variants()
         assert c.SPLITS * c.DEPTH <= K
-        assert c.runs(group) == 1 or c.DEPTH == 64
+
+
+def test_no_hopper_tile_has_three_consumers() -> None:
+    """Those gave wrong results in one launch of some hundred, for a reason that is not known (docs/log.md)."""
+    assert {c.consumers for c in hopper_variants()} == {2}
 
 
 def test_hopper_choices_follow_the_measured_ones() -> None:
     """The fastest tile of a sweep on an H200, or one within 5 % of it (docs/log.md)."""
     for M, N, K, tile in (
         (64, 2048, 2048, "64×128 tiles, 2 consumers, 128 k per stage, clusters of 4 along K"),
-        (256, 8192, 8192, "256×128 tiles, 2 consumers, 64 k per stage, clusters of 2 along K"),
-        (4096, 8192, 8192, "256×128 tiles, 2 consumers, 64 k per stage"),
-        (32, 28672, 8192, "32×384 tiles, 3 consumers, 128 k per stage"),
+        (128, 4096, 4096, "128×64 tiles, 2 consumers in 2 teams, 128 k per stage"),
+        (128, 28672, 8192, "128×128 tiles, 2 consumers, 128 k per stage"),
+        (1024, 8192, 8192, "256×128 tiles, 2 consumers, 64 k per stage"),
     ):
-        assert str(choose_hopper(M, N, K, 128, 132)) == tile
+        assert str(choose_hopper(M, N, K, 132)) == tile
 
 
 @pytest.mark.parametrize("blocks", [1, 78, 114, 132])

@@ -121,11 +121,12 @@ def _slices(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
 
 
 def _smaller(c: Config) -> Config:
-    """One step down in shared memory: fewer stages, then fewer teams, then the last stages."""
+    """One step down in shared memory: fewer stages, then half the teams with about as much on its way, then the last
+    stages."""
     if c.STAGES > 3 or (c.WK == 1 and c.STAGES > 2):
         return replace(c, STAGES=c.STAGES - 1)
     if c.WK > 1:
-        return replace(c, WK=c.WK // 2)
+        return replace(c, WK=c.WK // 2, STAGES=2 * c.STAGES - 1)
     raise AssertionError(f"no smaller pipeline than {c}")
 
 
@@ -204,47 +205,42 @@ class HopperConfig:
         return Work(tiles - rest, piece, total, -(-total // piece))
 
     def __str__(self) -> str:
+        teams = f" in {self.TEAMS} teams" if self.TEAMS > 1 else ""
         clusters = f", clusters of {self.SPLITS} along K" if self.SPLITS > 1 else ""
-        return f"{self.BM}×{self.columns} tiles, {self.TEAMS}·{self.CW} consumers, {self.DEPTH} k per stage{clusters}"
+        return f"{self.BM}×{self.columns} tiles, {self.consumers} consumers{teams}, {self.DEPTH} k per stage{clusters}"
 
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
 _BARRIERS = 512  # bytes, 16 for each of up to 24 stages
 
 # What a block takes for 64 k of a tile, in µs, and whether clusters of four may divide its K. Measured on an H200, as
-# the constants below are: a least-squares fit to 667 timings (docs/log.md).
+# the constants below are: a least-squares fit to 406 timings. Why no tile has three consumers is in docs/log.md.
 _HOPPER_TILES = (
     (HopperConfig(32, 1, 2, 128), 0.279, True),
-    (HopperConfig(32, 1, 3, 128), 0.373, True),
-    (HopperConfig(32, 2, 3, 128), 0.634, False),
     (HopperConfig(64, 1, 1, 128, TEAMS=2), 0.205, False),
-    (HopperConfig(64, 1, 2, 128), 0.313, True),
-    (HopperConfig(64, 1, 3, 128), 0.440, True),
-    (HopperConfig(64, 2, 3, 128), 0.777, False),
+    (HopperConfig(64, 1, 2, 128), 0.312, True),
     (HopperConfig(128, 1, 1, 128, TEAMS=2), 0.236, False),
-    (HopperConfig(128, 1, 2, 128), 0.413, False),
-    (HopperConfig(128, 1, 3, 128), 0.580, False),
-    (HopperConfig(256, 1, 2, 64), 0.731, False),
+    (HopperConfig(128, 1, 2, 128), 0.411, False),
+    (HopperConfig(256, 1, 2, 64), 0.727, False),
 )
-_TILE, _CUT, _CLUSTER = 1.56, 2.52, 0.84  # µs per tile of a block, where tiles are cut, where clusters divide K
-_SUMS_CUT, _SUMS_CLUSTER = 3.79, 8.09  # µs per 128 KB of sums that move through global and through shared memory
+_TILE, _CUT, _CLUSTER = 1.57, 2.43, 1.08  # µs per tile of a block, where tiles are cut, where clusters divide K
+_SUMS_CUT, _SUMS_CLUSTER = 4.18, 6.47  # µs per 128 KB of sums that move through global and through shared memory
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> HopperConfig:
-    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
-    return min(hopper_configs(group, K), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
+def choose_hopper(M: int, N: int, K: int, multiprocessors: int) -> HopperConfig:
+    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded."""
+    return min(hopper_configs(K), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def hopper_configs(group: int, K: int) -> list[tuple[HopperConfig, float]]:
-    """Every tile for K as padded, with its µs per 64 k. Each block of a cluster has a chunk. Where groups begin inside
-    a stage of 128, the parameters of two words a lane would not fit into registers: stages of 64 then."""
-    short = group != -1 and group % 128 != 0
+def hopper_configs(K: int) -> list[tuple[HopperConfig, float]]:
+    """Every tile for K as padded, with its µs per 64 k. Each block of a cluster has a chunk."""
     return [
-        (replace(c, SPLITS=splits, DEPTH=depth), step)
-        for c, step, clusters in _HOPPER_TILES for depth in [64 if short and c.NJ > 1 else c.DEPTH]
-        for splits in (1, 4) if splits == 1 or (clusters and splits * depth <= K)
-    ]  # fmt: skip
+        (replace(c, SPLITS=splits), step)
+        for c, step, clusters in _HOPPER_TILES
+        for splits in ((1, 4) if clusters else (1,))
+        if splits == 1 or splits * c.DEPTH <= K
+    ]
 
 
 def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiprocessors: int) -> float:
@@ -285,4 +281,4 @@ def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted({c for group in (32, -1) for c, _ in hopper_configs(group, 1 << 30)}, key=str)
+    return sorted((c for c, _ in hopper_configs(1 << 30)), key=str)

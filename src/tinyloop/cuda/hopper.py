@@ -46,7 +46,7 @@ class Ready(ready.Ready):
         self._keep = w, bias  # whose addresses the arguments hold
         device = w.B.device.index
         sms = chip(device).multiprocessors
-        c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms)
+        c = config or choose_hopper(M, w.Np, w.Kp, sms)
         column, runs = w.group_size == -1, c.runs(w.group_size)
         run = _launcher(c, device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
         a = _Arguments(B=w.B.data_ptr(), S=w.S.data_ptr(), delta=w.delta.data_ptr())

@@ -399,8 +399,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
                    second ? arguments.w2.delta : arguments.w.delta, nullptr};
     Loader load(p, w, row0, block64, at.wm, at.wn, lane, first);
     team_product(acc, p, load, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
-    // Teams with a chunk less have met once less; racecheck takes accesses of unequal numbers of barriers for races.
-    if (TEAM > 32 && chunks < (slice + WK - 1) / WK) team_sync<TEAM>(at.team);
 
     float* tiles = (float*)memory;
     float* partials = p.partial + (i64)(tile - p.whole) * splits * BM * BN;
