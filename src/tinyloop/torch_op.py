@@ -47,15 +47,15 @@ class Held:
     written to its tensors. Where memory can be moved under a tensor, as `share_memory` does on a CPU, `places` are
     tensors of the weight with the addresses at which the layouts are found.
 
-    `few` are calls for few rows by shape, dtype and device of x, with the kernel that the plan chose: planning and
-    checking cost 10 µs, which matters where products are small.
+    `few` are calls for few rows by shape, dtype and device number of x, with the kernel that the plan chose: planning
+    and checking cost 10 µs, which matters where products are small.
     """
 
     pack: PackedWeight
     objects: tuple[weakref.ref[Tensor], ...]
     version: int | None  # None: tensors made in inference mode do not count
     places: tuple[tuple[Tensor, int], ...]
-    few: dict[tuple[torch.Size, torch.dtype, torch.device], Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    few: dict[tuple[torch.Size, torch.dtype, int], Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 FEW = 64  # rows up to which calls are kept
@@ -79,7 +79,7 @@ def held_for(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, number
     held = _held[key] = Held(
         PackedWeight(weight, device=q.device),
         tuple(weakref.ref(t, lambda _: _held.pop(key, None)) for t in given),
-        _version(q, scale, zero, bias) if counted else None,
+        sum(t._version for t in given) if counted else None,
         tuple((t, t.data_ptr()) for t in own) if q.device.type == "cpu" else (),
     )
     return held
@@ -88,8 +88,12 @@ def held_for(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, number
 def _found(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, numbers: Numbers) -> Held | None:
     key = q.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(), numbers
     held = _held.get(key)
-    if held is None or not (held.version is None or held.version == _version(q, scale, zero, bias)):
+    if held is None:
         return None
+    if held.version is not None:
+        version = q._version + scale._version + zero._version
+        if held.version != (version if bias is None else version + bias._version):
+            return None
     for own, place in held.places:
         if own.data_ptr() != place:
             return None
@@ -100,10 +104,6 @@ def forget(q: Tensor) -> None:
     """Drop the layouts of the weight with these codes: its tensors were written to."""
     for key in [key for key in list(_held) if key[0] == q.data_ptr()]:
         _held.pop(key, None)
-
-
-def _version(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None) -> int:
-    return q._version + scale._version + zero._version + (0 if bias is None else bias._version)
 
 
 def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, numbers: Numbers) -> Tensor | None:
@@ -117,7 +117,7 @@ def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | No
     held = _found(q, scale, zero, bias, numbers)
     if held is None:
         return None
-    call = held.few.get((x.shape, x.dtype, x.device))
+    call = held.few.get((x.shape, x.dtype, x.get_device()))
     return call(x) if call is not None and x.is_contiguous() else None
 
 
@@ -155,8 +155,9 @@ def _product(
     x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, K: int, group_size: int, bits: int
 ) -> Tensor:
     held = held_for(q, scale, zero, bias, (K, group_size, bits, q.shape[1]))
-    call = held.few.get((x.shape, x.dtype, x.device))
-    return call(x) if call is not None and x.is_contiguous() else _planned(x, held)
+    call = held.few.get((x.shape, x.dtype, x.get_device()))
+    kept = call is not None and x.is_contiguous() and x.device == q.device  # meta has the number of the CPU
+    return call(x) if call is not None and kept else _planned(x, held)
 
 
 def _planned(x: Tensor, held: Held) -> Tensor:
@@ -167,9 +168,9 @@ def _planned(x: Tensor, held: Held) -> Tensor:
         _learn_plain(x.device)
         kernel = plan(problem(held.pack, M, x.dtype)).kernel
         if kernel == "panel" and x.dtype != torch.float16:
-            held.few[x.shape, x.dtype, x.device] = _straight(held.pack.panel())
+            held.few[x.shape, x.dtype, x.get_device()] = _straight(held.pack.panel())
         if kernel in ("tensor_core", "hopper") and held.pack.perm is None:
-            held.few[x.shape, x.dtype, x.device] = _launched(held.pack, x.shape, x.dtype, on, kernel)
+            held.few[x.shape, x.dtype, x.get_device()] = _launched(held.pack, x.shape, x.dtype, on, kernel)
     return y
 
 
