@@ -1,8 +1,10 @@
 """Tests marked `gpu` run where a CUDA device is, and are counted where there is none, so that no one takes their
-absence for success. Hypothesis gives the same examples on every run: a red run can be repeated."""
+absence for success. Hypothesis gives the same examples on every run: a red run can be repeated. Ctrl-C works, even
+where a shell has started the run in the background, which ignores it for all that comes of it."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +15,9 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 _REASON = "no CUDA device"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")

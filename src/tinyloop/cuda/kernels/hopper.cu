@@ -98,6 +98,10 @@ DEVICE void barrier_expect(u32 at, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
+// What this thread has read of a stage is read before the copy engine, to whom a barrier alone says nothing of it, writes
+// there again.
+DEVICE void reads_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
 
 DEVICE void barrier_wait(u32 at, u32 parity) {
@@ -414,6 +418,7 @@ DEVICE void prepare(const Problem& p, u32 memory) {
                         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
                     }
             }
+            reads_done();
             __syncwarp();
             if (lane == 0) barrier_arrive(ready(ring, memory));
             ring.advance();
@@ -485,6 +490,7 @@ struct Consumer {
         read_words(word, unit);
         if (unit == 0) read_params();
         if (unit == CHUNK_UNITS - 1) {
+            reads_done();
             __syncwarp();
             if (lane == 0) barrier_arrive(words.empty(memory));
             words.advance();
