@@ -263,7 +263,9 @@ def test_ker08_a_row_alone_and_among_others() -> None:
         lambda x, m: paths.native(x, w, None),
     ]  # fmt: skip
     if torch.cuda.get_device_capability() == HOPPER:
-        products.append(lambda x, m: hopper.product(x, m, config=HopperConfig(64, 1, least=1 << 20)))
+        for tile in hopper_variants():
+            whole = replace(tile, least=1 << 20)
+            products.append(lambda x, m, whole=whole: hopper.product(x, m, config=whole))  # type: ignore[misc]
     for product in products:
         alone = torch.cat([product(x[r : r + 1], m) for r in range(257)])
         for first, M in ((0, 2), (0, 16), (3, 17), (0, 64), (9, 64), (0, 257)):

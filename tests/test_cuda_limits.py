@@ -229,49 +229,6 @@ def test_shp14_no_hopper_tile_hangs(G: int) -> None:
         check(w, x[rows], y[rows])
 
 
-BUSY = """
-import torch
-a = torch.randn(2048, 2048, device="cuda").half()
-torch.cuda.synchronize()
-print("busy", flush=True)
-while True:
-    for _ in range(50):
-        a @ a
-    torch.cuda.synchronize()
-"""
-
-
-@pytest.fixture(scope="module")
-def busy() -> Iterator[None]:
-    """The GPU belongs to other processes as well, by turns."""
-    others = [subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        for other in others:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "busy\n"
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
-@needs_hopper
-@pytest.mark.parametrize("config", hopper_variants(), ids=str)
-def test_hopper_tiles_repeat_beside_other_processes(config: HopperConfig, busy: None) -> None:
-    """Rings of stages go round several times. Tiles with three consumers gave other results in one of some hundred
-    launches (docs/log.md)."""
-    w, m = case(4096, 1000, 128)
-    x = activations(130, 4096, 0.0, torch.float16)
-    whole = replace(config, least=1 << 20)
-    first = hopper.product(x, m, config=whole)
-    check(w, x, first)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        wrong += (hopper.product(x, m, config=whole) != first).any()
-    assert wrong.item() == 0
-
-
 # ---- threads, streams, processes ---------------------------------------------------------------------------------
 
 
@@ -389,3 +346,50 @@ def test_dev05_first_capture_in_a_new_process(tmp_path: Path) -> None:
         assert [how for how, _ in said] == hows, done.stderr
         wrong += [(how, text) for how, text in said if text != "right" and "warm up first" not in text]
     assert not wrong
+
+
+# ---- beside other processes, which run until the end ---------------------------------------------------------------
+
+
+BUSY = """
+import torch
+a = torch.randn(2048, 2048, device="cuda").half()
+torch.cuda.synchronize()
+print("busy", flush=True)
+while True:
+    for _ in range(50):
+        a @ a
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[None]:
+    """The GPU belongs to other processes as well, by turns."""
+    others = [subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for other in others:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "busy\n"
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+@needs_hopper
+@pytest.mark.parametrize("config", hopper_variants(), ids=str)
+def test_hopper_tiles_repeat_beside_other_processes(config: HopperConfig, busy: None) -> None:
+    """Whole, so that rings of stages go round several times, and cut. Tiles with three consumers gave other results in
+    one of some hundred launches (docs/log.md)."""
+    w, m = case(4096 * config.SPLITS, 1000, 128)
+    x = activations(130, m.K, 0.0, torch.float16)
+    for least in (1 << 20, 1):
+        dealt = replace(config, least=least)
+        first = hopper.product(x, m, config=dealt)
+        check(w, x, first)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            wrong += (hopper.product(x, m, config=dealt) != first).any()
+        assert wrong.item() == 0

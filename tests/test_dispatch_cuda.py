@@ -22,6 +22,7 @@ from helpers import random_quant_weight, with_random_channel
 from tinyloop import dispatch, marlin, ops
 from tinyloop.cuda import build, launch
 from tinyloop.cuda.config import (
+    _BARRIERS,
     CHUNK,
     KINDS,
     Chip,
@@ -550,7 +551,9 @@ def test_hopper_configurations(group: int, scale32: bool) -> None:
         assert min(c.stages(scale32, runs)) >= 3, c
         assert c.shared_memory(scale32, runs) <= HOPPER.shared_memory
         assert c.NJ * c.BM <= 256  # accumulators
-        assert c.BM % (8 * c.SPLITS) == 0  # rows that a block of a cluster writes
+        assert c.BM % (8 * c.SPLITS * c.TEAMS) == 0  # rows that a block of a cluster writes, or a team
+        of_x, of_words = c.stages(scale32, runs)
+        assert 16 * of_x + 24 * of_words + 8 <= _BARRIERS
         assert group == -1 or group % (c.DEPTH // runs) == 0  # groups begin where runs do
         assert step > 0
 

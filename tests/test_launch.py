@@ -22,6 +22,7 @@ from helpers import random_quant_weight
 from tinyloop import torch_op
 from tinyloop.cuda import build, gemm, launch, run
 from tinyloop.cuda.config import Chip
+from tinyloop.cuda.ready import Ready
 from tinyloop.dispatch import USE_MARLIN
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import pack
@@ -242,10 +243,10 @@ def test_each_thread_has_the_context_and_a_configuration(gpu: Gpu) -> None:
 # ── a product with its arguments in place ──────────────────────────────────────────────────────────────────────────
 
 
-def product(M: int = 2, splits: int = 1, **given: Any) -> gemm.Ready:
+def product(M: int = 2, splits: int = 1, **given: Any) -> Ready:
     w = MarlinWeight.of(random_quant_weight(256, 128, 64, seed=1))
     config = replace(gemm.choose(2, 128, 256, HOPPER, False), splits=splits)
-    return gemm.Ready(M, torch.float16, w, config=config, **given)
+    return gemm.ready(M, torch.float16, w, config=config, **given)
 
 
 def problem_at(address: int) -> Any:

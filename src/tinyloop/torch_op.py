@@ -58,7 +58,7 @@ class Held:
     few: dict[tuple[torch.Size, torch.dtype, int], Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
-FEW = 64  # rows up to which calls are kept
+FEW = 64  # rows up to which calls are kept, as cuda/run.py keeps their arguments
 
 Numbers = tuple[int, int, int, int]  # K, group size, bits, N: tensors that begin at one address may be of two weights
 
@@ -156,8 +156,9 @@ def _product(
 ) -> Tensor:
     held = held_for(q, scale, zero, bias, (K, group_size, bits, q.shape[1]))
     call = held.few.get((x.shape, x.dtype, x.get_device()))
-    kept = call is not None and x.is_contiguous() and x.device == q.device  # meta has the number of the CPU
-    return call(x) if call is not None and kept else _planned(x, held)
+    if call is not None and x.is_contiguous() and x.device == q.device:  # meta has the number of the CPU
+        return call(x)
+    return _planned(x, held)
 
 
 def _planned(x: Tensor, held: Held) -> Tensor:

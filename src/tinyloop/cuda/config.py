@@ -211,7 +211,7 @@ class HopperConfig:
 
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
-_BARRIERS = 512  # bytes, 16 for each of up to 24 stages
+_BARRIERS = 512  # bytes: 16 for each stage of x, 24 for each of words, 8 for a cluster's sums
 
 # What a block takes for 64 k of a tile, in µs, and whether clusters of four may divide its K. Measured on an H200, as
 # the constants below are: a least-squares fit to 406 timings. Why no tile has three consumers is in docs/log.md.

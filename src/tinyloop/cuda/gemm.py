@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..marlin import MarlinWeight
-from . import ready
 from .config import CHUNK, Config, choose
 from .launch import Arguments, Launcher, chip
+from .ready import Launch, Ready
 
 Tensor = torch.Tensor
 _p, _i64, _i32 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
@@ -49,34 +49,32 @@ def defines(config: Config, **flags: bool) -> dict[str, int]:
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
-class Ready(ready.Ready):
-    """A product by tensor_core.cu."""
+def ready(
+    M: int, dtype: torch.dtype, w: MarlinWeight, bias: Tensor | None = None, config: Config | None = None,
+    symmetric: bool = False, pair: tuple[MarlinWeight, Tensor | None] | None = None,
+) -> Ready:  # fmt: skip
+    """A product of M rows of x's dtype by tensor_core.cu, with everything but x and y in place."""
+    device = w.B.device.index
+    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
+    column = w.group_size == -1
+    halves = not column and w.group_size % CHUNK != 0
+    run = _launcher(
+        replace(c, splits=1), device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves,
+        symmetric, pair is not None,
+    )  # fmt: skip
+    p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK, splits=c.splits)
+    p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
+    p.row_tiles = -(-M // c.rows)
+    tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
+    p.whole = c.whole(tiles, chip(device).multiprocessors)
+    cut = tiles - p.whole
+    arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
+    launch = Launch(run, arguments, p.whole + cut * c.splits, cut * c.splits * c.rows * c.columns, cut)
+    return Ready(M, w.N, torch.float32 if symmetric else dtype, launch, _place, (w, bias, pair))
 
-    def __init__(
-        self, M: int, dtype: torch.dtype, w: MarlinWeight, bias: Tensor | None = None, config: Config | None = None,
-        symmetric: bool = False, pair: tuple[MarlinWeight, Tensor | None] | None = None,
-    ):  # fmt: skip
-        self._keep = w, bias, pair  # whose addresses the arguments hold
-        device = w.B.device.index
-        c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
-        column = w.group_size == -1
-        halves = not column and w.group_size % CHUNK != 0
-        run = _launcher(
-            replace(c, splits=1), device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves,
-            symmetric, pair is not None,
-        )  # fmt: skip
-        p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK, splits=c.splits)
-        p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
-        p.row_tiles = -(-M // c.rows)
-        tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
-        p.whole = c.whole(tiles, chip(device).multiprocessors)
-        cut = tiles - p.whole
-        arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
-        blocks, floats = p.whole + cut * c.splits, cut * c.splits * c.rows * c.columns
-        super().__init__(M, w.N, torch.float32 if symmetric else dtype, run, arguments, blocks, floats, cut)
 
-    def _place(self, p: Any, x: int, ldx: int) -> None:
-        p.x, p.ldx = x, ldx
+def _place(p: Any, x: int, ldx: int) -> None:
+    p.x, p.ldx = x, ldx
 
 
 def product(
@@ -89,7 +87,7 @@ def product(
     out: Tensor | None = None,
 ) -> Tensor:  # x's dtype [M, N]; fp32 where symmetric
     """`x @ W + bias`, or silu of it times `x @ W2 + bias2` for a pair. Symmetric leaves δ out and the sum in fp32."""
-    return Ready(x.shape[0], x.dtype, w, bias, config, symmetric, pair)(x, out)
+    return ready(x.shape[0], x.dtype, w, bias, config, symmetric, pair)(x, out)
 
 
 def _weight(w: MarlinWeight, bias: Tensor | None) -> _Weight:

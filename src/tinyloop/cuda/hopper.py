@@ -1,4 +1,4 @@
-"""The Hopper product: one launch of `hopper.cu`, whose x comes through a tensor map of the copy engine."""
+"""The Hopper product: one launch of `hopper.cu`, whose x and words come through tensor maps of the copy engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..marlin import MarlinWeight
-from . import ready
 from .config import CHUNK, HopperConfig, choose_hopper
 from .launch import Arguments, Launcher, bind_thread, chip, driver, raise_for
+from .ready import Launch, Ready
 
 Tensor = torch.Tensor
 _p, _i32 = ctypes.c_void_p, ctypes.c_int
@@ -32,42 +32,36 @@ class _Arguments(Arguments):
     ]  # fmt: skip
 
 
-class Ready(ready.Ready):
-    """A product by hopper.cu."""
+def ready(
+    M: int, dtype: torch.dtype, w: MarlinWeight, bias: Tensor | None = None, config: HopperConfig | None = None
+) -> Ready:
+    """A product of M rows of x's dtype by hopper.cu, with everything but x and y in place."""
+    device = w.B.device.index
+    sms = chip(device).multiprocessors
+    c = config or choose_hopper(M, w.Np, w.Kp, sms)
+    column, runs = w.group_size == -1, c.runs(w.group_size)
+    run = _launcher(c, device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
+    a = _Arguments(B=w.B.data_ptr(), S=w.S.data_ptr(), delta=w.delta.data_ptr())
+    a.bias = None if bias is None else bias.data_ptr()
+    p = a.p
+    p.M, p.N, p.blocks64, p.chunks = M, w.N, w.Np // 64, w.Kp // c.DEPTH
+    p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
+    p.row_tiles, p.box_rows = -(-M // c.BM), min(c.BM, -(-M // 8) * 8)
+    tiles = p.row_tiles * -(-w.Np // c.columns)
+    work = c.schedule(tiles, p.chunks, sms)
+    p.whole, p.piece, p.total = work.whole, work.piece, work.total
+    blocks = (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS
+    if M:
+        ctypes.memmove(ctypes.addressof(p) + _MAP_BYTES, _words_map(w, c), _MAP_BYTES)
+    kind = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16"
+    K, box_rows = w.K, int(p.box_rows)
 
-    def __init__(
-        self,
-        M: int,
-        dtype: torch.dtype,
-        w: MarlinWeight,
-        bias: Tensor | None = None,
-        config: HopperConfig | None = None,
-    ):
-        self._keep = w, bias  # whose addresses the arguments hold
-        device = w.B.device.index
-        sms = chip(device).multiprocessors
-        c = config or choose_hopper(M, w.Np, w.Kp, sms)
-        column, runs = w.group_size == -1, c.runs(w.group_size)
-        run = _launcher(c, device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
-        a = _Arguments(B=w.B.data_ptr(), S=w.S.data_ptr(), delta=w.delta.data_ptr())
-        a.bias = None if bias is None else bias.data_ptr()
-        p = a.p
-        p.M, p.N, p.blocks64, p.chunks = M, w.N, w.Np // 64, w.Kp // c.DEPTH
-        p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
-        p.row_tiles, p.box_rows = -(-M // c.BM), min(c.BM, -(-M // 8) * 8)
-        tiles = p.row_tiles * -(-w.Np // c.columns)
-        work = c.schedule(tiles, p.chunks, sms)
-        p.whole, p.piece, p.total = work.whole, work.piece, work.total
-        blocks = (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS
-        super().__init__(M, w.N, dtype, run, a, blocks, work.pieces * c.BM * c.columns, sms * c.consumers)
-        self._map = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16", M, w.K, p.box_rows, device
-        if M:
-            ctypes.memmove(ctypes.addressof(p) + _MAP_BYTES, _words_map(w, c), _MAP_BYTES)
-
-    def _place(self, p: Any, x: int, ldx: int) -> None:
-        dtype, M, K, box_rows, device = self._map
+    def place(p: Any, x: int, ldx: int) -> None:
         stride = ldx if M > 1 else -(-K // 8) * 8
-        ctypes.memmove(ctypes.addressof(p), _encoded(dtype, 2, x, M, K, stride, box_rows, CHUNK, device), _MAP_BYTES)
+        ctypes.memmove(ctypes.addressof(p), _encoded(kind, 2, x, M, K, stride, box_rows, CHUNK, device), _MAP_BYTES)
+
+    launch = Launch(run, a, blocks, work.pieces * c.BM * c.columns, sms * c.consumers)
+    return Ready(M, w.N, dtype, launch, place, (w, bias))
 
 
 def product(
@@ -78,7 +72,7 @@ def product(
     out: Tensor | None = None,  # x's dtype [M, N], contiguous, aligned to 16 bytes
 ) -> Tensor:  # x's dtype [M, N]
     """`x @ W + bias`."""
-    return Ready(x.shape[0], x.dtype, w, bias, config)(x, out)
+    return ready(x.shape[0], x.dtype, w, bias, config)(x, out)
 
 
 @functools.cache
@@ -100,7 +94,7 @@ def _words_map(w: MarlinWeight, c: HopperConfig) -> bytes:
     return _encoded("UINT64", 8, w.B.data_ptr(), w.Kp // 16, w.Np, w.Np, c.DEPTH // 16, c.box_columns, w.B.device.index)
 
 
-@functools.lru_cache(maxsize=1 << 10)
+@functools.lru_cache(maxsize=1 << 14)
 def _encoded(
     kind: str, size: int, pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int,
     device: int,

@@ -55,7 +55,7 @@ def ready(w: PackedWeight, M: int, dtype: torch.dtype, kernel: str) -> Ready:
     few."""
     call = w.ready.get((M, dtype, kernel))
     if call is None:
-        make = gemm.Ready if kernel == "tensor_core" else hopper.Ready
+        make = gemm.ready if kernel == "tensor_core" else hopper.ready
         call = make(M, dtype, w.marlin(), w.bias(dtype))
         if M <= KEPT_ROWS:
             w.ready[M, dtype, kernel] = call

@@ -160,7 +160,7 @@ def reordered(packed: Tensor, perm: Tensor) -> Tensor:  # uint8 [⌈K/2⌉, N] �
     64 rows at a time, so that what is made of them stays in the cache. x86 shifts no single bytes, so eight are
     shifted at a time where N allows (log, 2026-11-30)."""
     word, K = np.uint8 if packed.shape[1] % 8 else np.uint64, len(perm)
-    source, mask = packed.numpy().view(word), word(0x0F0F0F0F0F0F0F0F & np.iinfo(word).max)
+    source, mask = packed.contiguous().numpy().view(word), word(0x0F0F0F0F0F0F0F0F & np.iinfo(word).max)
     inputs = np.zeros((len(source), 2), np.int64)
     inputs.reshape(-1)[:K] = perm.numpy()
     byte, shift = inputs // 2, (inputs % 2 * 4).astype(word)[:, :, None]

@@ -5,7 +5,7 @@
 // format is a lane's share of its fragment as it stands: codes go from shared memory to registers, become W there, and
 // never return. x is the other factor and stays in shared memory, where the copy engine puts it.
 //
-//   one thread          words, scale, δ of a stage: one box each ─► ring of W_STAGES, `full` ─┐
+//   one thread          words: a box; scale, δ: bulk copies      ─► ring of W_STAGES, `full` ─┐
 //   two warps           scale and δ as decoding takes them       ─► beside them, `ready` ─────┤
 //   one thread          x: a box of 64 k × BM rows, swizzled     ─► ring of X_STAGES, `full` ─┤  and `empty` back
 //   consumers, 128 each words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight
@@ -167,11 +167,7 @@ DEVICE u64 x_descriptor(u32 at) { return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 
 
 // d [64 × BM] += a [64 × 16] · x [16 × BM]; lanes as in mma (ptx.cuh), warp w holding rows 16w … 16w + 15.
 DEVICE void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 x) {
-#if BM == 16
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16." TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
-                 : F8(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-#elif BM == 32
+#if BM == 32
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." TYPES
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
                  : F8(0), F8(8)
