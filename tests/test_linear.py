@@ -4,6 +4,7 @@ gradients, and every refusal."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -331,14 +332,26 @@ def test_no_gradient_where_none_is_asked_for() -> None:
         assert not m(rand(2, 96).requires_grad_()).requires_grad
 
 
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_shp12_wrong_last_dimension(compiled: bool) -> None:
+def test_shp12_wrong_last_dimension(compiled: bool, act_order: bool) -> None:
+    """Of a row that is too long, an act-order weight would take the first K without a word."""
     m = layer()
+    if act_order:
+        m = QuantLinear(dataclasses.replace(m.quant_weight, perm=torch.randperm(96).int()))
     call = torch.compile(m, backend="eager") if compiled else m
     m(rand(1, 96))
     for shape in ((40,), (1, 95), (2, 48), (96, 1), (2, 192)):
         with pytest.raises(Exception, match=r"x has shape .*; its last dimension must be K=96"):
             call(rand(*shape))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_something_else_than_a_tensor_is_named(act_order: bool) -> None:
+    w = layer().quant_weight
+    m = QuantLinear(dataclasses.replace(w, perm=torch.randperm(96).int()) if act_order else w)
+    with pytest.raises(InputError, match="x is str; activations are a torch tensor"):
+        m("text")
 
 
 def test_lay03_other_dtypes_are_named() -> None:

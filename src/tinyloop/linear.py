@@ -214,16 +214,26 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
     def forward(self, x: Tensor) -> Tensor:  # [..., K] → [..., N]
         b = self._buffers
         if (perm := b["perm"]) is not None:
-            x = x.index_select(-1, perm)
+            x = self._expected(x).index_select(-1, perm)  # which would take the first K of more
         if not is_compiling():
             done = torch_op.at_once(x, b["q"], b["scale"], b["zero"], b["bias"], self._numbers)  # type: ignore[arg-type]
             if done is not None:
                 return done
+            if not isinstance(x, Tensor):
+                self._expected(x)
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
             raise InputError("x has a forward-mode derivative, which would be lost; take the reverse mode (backward)")
         op = torch_op.product if x.requires_grad else torch_op.product_without_gradient
         y: Tensor = op(x, b["q"], b["scale"], b["zero"], b["bias"], self.K, self.group_size, self.bits)
         return y
+
+    def _expected(self, x: Tensor) -> Tensor:
+        """x [..., K]. Raises InputError for anything else."""
+        if not isinstance(x, Tensor):
+            raise InputError(f"x is {type(x).__name__}; activations are a torch tensor")
+        if x.dim() == 0 or x.shape[-1] != self.K:
+            raise InputError(f"x has shape {list(x.shape)}; its last dimension must be K={self.K}")
+        return x
 
 
 class QuantEmbedding(Canonical, nn.Embedding):  # type: ignore[misc]  # weight is a property
