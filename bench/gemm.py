@@ -160,7 +160,7 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
         sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
         return [
             (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
-            for c, step in config.hopper_configs(m.Kp)
+            for c, step in config.hopper_configs(m.Kp, m.group_size)
         ]
     chosen = config.choose(x.shape[0], m.Np, m.Kp, on)
     cut = [dataclasses.replace(chosen, splits=s) for s in (1, 2, 4, 8) if s * chosen.WK * config.CHUNK <= m.Kp]

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from tinyloop.cuda import build, gemm, hopper, paths
-from tinyloop.cuda.config import KINDS, Config, hopper_variants, variants
+from tinyloop.cuda.config import KINDS, Config, hopper_configs, hopper_variants, variants
 from tinyloop.cuda.gemm import defines
 
 CHIPS = {build.arch(chip.capability): chip for chip in KINDS}
@@ -119,7 +119,8 @@ def tensor_core_jobs() -> Iterator[Job]:
 def hopper_jobs() -> Iterator[Job]:
     """Every two values of two flags of a tile meet in it; where a cluster divides K, in two variants of it each."""
     for i, tile in enumerate(hopper_variants()):
-        layouts = [*((runs, 0) for runs in sorted({tile.runs(G) for G in (32, 64, 128)})), (1, 1)]  # runs, COLUMN
+        groups = [G for G in (32, 64, 128, 256) if tile in dict(hopper_configs(1 << 20, G))]
+        layouts = [*((runs, 0) for runs in sorted({tile.runs(G) for G in groups})), (1, 1)]  # runs, COLUMN
         two = (0, 1)
         rows = covering(
             [{"runs": r, "COLUMN": c, "BF16": b, "SCALE32": s} for (r, c) in layouts for b in two for s in two]

@@ -240,6 +240,6 @@ def test_perf03_scratch_is_small_whatever_the_problem() -> None:
                 tiles = -(-M // c.rows) * -(-N * (2 if pair else 1) // c.columns)
                 cut = tiles - c.whole(tiles, on.multiprocessors)
                 assert cut * c.splits * c.rows * c.columns * 4 < 32 << 20
-        tile = choose_hopper(M, N, K, 132)
-        work = tile.schedule(-(-M // tile.BM) * -(-N // tile.columns), K // tile.DEPTH, 132)
+        tile = choose_hopper(M, N, K, 128, 132)
+        work = tile.schedule(-(-M // tile.BM) * -(-N // tile.columns), -(-K // tile.DEPTH), 132)
         assert work.pieces * tile.BM * tile.columns * 4 < 32 << 20

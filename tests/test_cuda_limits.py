@@ -381,8 +381,8 @@ def busy() -> Iterator[None]:
 @needs_hopper
 @pytest.mark.parametrize("config", hopper_variants(), ids=str)
 def test_hopper_tiles_repeat_beside_other_processes(config: HopperConfig, busy: None) -> None:
-    """Whole, so that rings of stages go round several times, and cut. Tiles with three consumers gave other results in
-    one of some hundred launches (docs/log.md)."""
+    """Whole, so that rings of stages go round several times, and cut. Before `reads_done` (hopper.cu) was there, tiles
+    with three consumers gave other results in one of some hundred launches (docs/log.md)."""
     w, m = case(4096 * config.SPLITS, 1000, 128)
     x = activations(130, m.K, 0.0, torch.float16)
     for least in (1 << 20, 1):

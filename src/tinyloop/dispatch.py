@@ -281,7 +281,7 @@ def _config(kernel: str, p: Problem, on: Chip) -> str:
 
     N, K = -(-p.N // 64) * 64, -(-p.K // 128) * 128
     if kernel == "hopper":
-        return str(choose_hopper(p.M, N, K, on.multiprocessors))
+        return str(choose_hopper(p.M, N, K, -1 if p.G == p.K else p.G, on.multiprocessors))
     return str(choose(p.M, N, K, on)) if kernel == "tensor_core" else ""
 
 

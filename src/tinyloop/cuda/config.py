@@ -145,16 +145,15 @@ class HopperConfig:
     """Tile of hopper.cu; the capital names are its macros."""
 
     BM: int  # rows
-    NJ: int  # words per lane and step: a consumer warpgroup covers 64·NJ columns
-    CW: int = 2  # consumer warpgroups along the columns
-    DEPTH: int = 64  # k per stage
+    CW: int = 2  # consumer warpgroups along the columns, 64 each
+    DEPTH: int = 128  # k per stage
     SPLITS: int = 1  # blocks of a cluster that divide K of one tile
     TEAMS: int = 1  # of consumers, which divide the k of each stage
     least: int = 512  # k below which a tile is not cut further
 
     @property
     def columns(self) -> int:
-        return 64 * self.NJ * self.CW
+        return 64 * self.CW
 
     @property
     def consumers(self) -> int:
@@ -164,21 +163,16 @@ class HopperConfig:
     def threads(self) -> int:
         return 128 * (self.consumers + 1)
 
-    @property
-    def box_columns(self) -> int:
-        """Pairs of words in a row of a box of words; the copy engine takes 256 at most."""
-        return 64 * self.NJ * self.CW // (2 if self.NJ * self.CW > 4 else 1)
-
     def runs(self, group: int) -> int:
         """Runs of parameters per stage for a group size, -1 for one group over K."""
-        return next(n for n in (1, 2, 4) if group == -1 or group % (self.DEPTH // n) == 0)
+        return next(n for n in (1, 2, 4, 8) if group == -1 or group % (self.DEPTH // n) == 0)
 
     def _bytes(self, scale32: bool, runs: int) -> tuple[int, int, int]:
         """Of a stage of x, of a stage of words, and of the rest."""
-        blocks, out_rows = self.NJ * self.CW, min(64, self.BM // self.SPLITS // self.TEAMS)
-        words = blocks * (self.DEPTH * 32 + runs * (1024 if scale32 else 896))
+        out_rows = min(64, self.BM // self.SPLITS // self.TEAMS)
+        words = self.CW * (self.DEPTH * 32 + runs * (1024 if scale32 else 896))
         sums = self.BM * self.columns * 4 if self.TEAMS > 1 else 0
-        return self.BM * self.DEPTH * 2, words, self.consumers * out_rows * (64 * self.NJ + 8) * 2 + sums + _BARRIERS
+        return self.BM * self.DEPTH * 2, words, self.consumers * out_rows * (64 + 8) * 2 + sums + _BARRIERS
 
     def stages(self, scale32: bool = False, runs: int = 1) -> tuple[int, int]:
         """Of x and of words: as many as shared memory holds, up to eleven and thirteen."""
@@ -213,50 +207,55 @@ class HopperConfig:
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
 _BARRIERS = 512  # bytes: 16 for each stage of x, 24 for each of words, 8 for a cluster's sums
 
-# What a block takes for 64 k of a tile, in µs, and whether clusters of four may divide its K. Measured on an H200, as
-# the constants below are: a least-squares fit to 406 timings. Why no tile has three consumers is in docs/log.md.
+# What a block takes for 64 k of a tile, in µs; whether clusters of four may divide its K; and how many runs of parameters
+# a stage may have before registers or shared memory are short. Measured on an H200, as the constants below are: a
+# least-squares fit to 678 timings (docs/log.md).
 _HOPPER_TILES = (
-    (HopperConfig(32, 1, 2, 128), 0.279, True),
-    (HopperConfig(64, 1, 1, 128, TEAMS=2), 0.205, False),
-    (HopperConfig(64, 1, 2, 128), 0.312, True),
-    (HopperConfig(128, 1, 1, 128, TEAMS=2), 0.236, False),
-    (HopperConfig(128, 1, 2, 128), 0.411, False),
-    (HopperConfig(256, 1, 2, 64), 0.727, False),
+    (HopperConfig(32, 1, 256, TEAMS=2), 0.130, False, 8),
+    (HopperConfig(32, 2, 256), 0.231, True, 8),
+    (HopperConfig(64, 1, 256, TEAMS=2), 0.160, False, 8),
+    (HopperConfig(64, 2, 256), 0.292, True, 8),
+    (HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
+    (HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 4),
+    (HopperConfig(128, 2, 128), 0.454, False, 4),
+    (HopperConfig(128, 2, 256), 0.432, False, 2),
+    (HopperConfig(128, 3, 128), 0.633, False, 2),
+    (HopperConfig(256, 2, 128), 0.779, False, 4),
 )
-_TILE, _CUT, _CLUSTER = 1.57, 2.43, 1.08  # µs per tile of a block, where tiles are cut, where clusters divide K
-_SUMS_CUT, _SUMS_CLUSTER = 4.18, 6.47  # µs per 128 KB of sums that move through global and through shared memory
+_BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
+_CUT, _CLUSTER = 1.73, 0.30  # µs more where tiles are cut, where clusters divide K
+_SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece that is added, in a cluster
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def choose_hopper(M: int, N: int, K: int, multiprocessors: int) -> HopperConfig:
-    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded."""
-    return min(hopper_configs(K), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
+def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> HopperConfig:
+    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
+    return min(hopper_configs(K, group), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def hopper_configs(K: int) -> list[tuple[HopperConfig, float]]:
-    """Every tile for K as padded, with its µs per 64 k. Each block of a cluster has a chunk."""
+def hopper_configs(K: int, group: int) -> list[tuple[HopperConfig, float]]:
+    """Every tile for K as padded and a group size, with its µs per 64 k. Each block of a cluster has a chunk."""
     return [
         (replace(c, SPLITS=splits), step)
-        for c, step, clusters in _HOPPER_TILES
+        for c, step, clusters, most_runs in _HOPPER_TILES
         for splits in ((1, 4) if clusters else (1,))
-        if splits == 1 or splits * c.DEPTH <= K
+        if c.runs(group) <= most_runs and (splits == 1 or splits * c.DEPTH <= K)
     ]
 
 
 def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiprocessors: int) -> float:
     """µs of one product: steps of 64 k, tiles begun and written, and sums that move between blocks."""
-    tiles, chunks, per_chunk = -(-M // c.BM) * -(-N // c.columns), K // c.DEPTH, step * c.DEPTH / 64
+    tiles, chunks, per_chunk = -(-M // c.BM) * -(-N // c.columns), -(-K // c.DEPTH), step * c.DEPTH / 64
     sums = c.BM * c.columns * 4 / (128 << 10)
     if c.SPLITS > 1:
         rounds = -(-tiles // (multiprocessors * 10 // 11 // c.SPLITS))  # 30 clusters of four fit on an H200's 132
         moved = sums * (c.SPLITS - 1) / c.SPLITS
-        return rounds * (-(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER) + _CLUSTER
+        return _BEGIN + _CLUSTER + rounds * (-(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER)
     work = c.schedule(tiles, chunks, multiprocessors)
-    rounds = -(-work.whole // multiprocessors)
-    us = rounds * (chunks * per_chunk + _TILE)
+    us = _BEGIN + -(-work.whole // multiprocessors) * (chunks * per_chunk + _TILE)
     if work.pieces:
-        moved = sums * (1 + 0.25 * (chunks / work.piece - 1))
-        us += work.piece * per_chunk + _TILE + _CUT + moved * _SUMS_CUT
+        added = chunks / work.piece - 1
+        us += work.piece * per_chunk + _TILE + _CUT + sums * (_SUMS_CUT + added * _SUMS_PIECE)
     return us
 
 
@@ -281,4 +280,4 @@ def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted((c for c, _ in hopper_configs(1 << 30)), key=str)
+    return sorted((c for c, _ in hopper_configs(1 << 30, -1)), key=str)

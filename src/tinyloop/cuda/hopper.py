@@ -21,8 +21,8 @@ _MAP_BYTES = 128
 class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
         ("x", ctypes.c_uint64 * 16), ("words", ctypes.c_uint64 * 16), ("y", _p), ("partial", _p), ("arrived", _p),
-        ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("runs_per_group", _i32),
-        ("row_tiles", _i32), ("box_rows", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32),
+        ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("groups", _i32), ("runs_per_group", _i32),
+        ("row_tiles", _i32), ("box_rows", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32), ("padding", ctypes.c_char * 60),
     ]  # fmt: skip
 
 
@@ -38,13 +38,13 @@ def ready(
     """A product of M rows of x's dtype by hopper.cu, with everything but x and y in place."""
     device = w.B.device.index
     sms = chip(device).multiprocessors
-    c = config or choose_hopper(M, w.Np, w.Kp, sms)
+    c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms)
     column, runs = w.group_size == -1, c.runs(w.group_size)
     run = _launcher(c, device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
     a = _Arguments(B=w.B.data_ptr(), S=w.S.data_ptr(), delta=w.delta.data_ptr())
     a.bias = None if bias is None else bias.data_ptr()
     p = a.p
-    p.M, p.N, p.blocks64, p.chunks = M, w.N, w.Np // 64, w.Kp // c.DEPTH
+    p.M, p.N, p.blocks64, p.chunks, p.groups = M, w.N, w.Np // 64, -(-w.Kp // c.DEPTH), w.S.shape[0]
     p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
     p.row_tiles, p.box_rows = -(-M // c.BM), min(c.BM, -(-M // 8) * 8)
     tiles = p.row_tiles * -(-w.Np // c.columns)
@@ -83,7 +83,7 @@ def _launcher(c: HopperConfig, device: int, bf16: bool, scale32: bool, column: b
 
 def defines(c: HopperConfig, runs: int = 1, **flags: bool) -> dict[str, int]:
     """The macros of one variant of hopper.cu."""
-    names = ("BM", "NJ", "CW", "TEAMS", "SPLITS", "DEPTH")
+    names = ("BM", "CW", "TEAMS", "SPLITS", "DEPTH")
     x_stages, w_stages = c.stages(flags.get("SCALE32", False), runs)
     tile = {name: getattr(c, name) for name in names} | {"RUNS": runs, "X_STAGES": x_stages, "W_STAGES": w_stages}
     return tile | {name: int(flag) for name, flag in flags.items()}
@@ -91,7 +91,7 @@ def defines(c: HopperConfig, runs: int = 1, **flags: bool) -> dict[str, int]:
 
 def _words_map(w: MarlinWeight, c: HopperConfig) -> bytes:
     """The copy engine's description of the codes, two words an element, and boxes of the steps of a stage."""
-    return _encoded("UINT64", 8, w.B.data_ptr(), w.Kp // 16, w.Np, w.Np, c.DEPTH // 16, c.box_columns, w.B.device.index)
+    return _encoded("UINT64", 8, w.B.data_ptr(), w.Kp // 16, w.Np, w.Np, c.DEPTH // 16, c.columns, w.B.device.index)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -8,15 +8,14 @@
 //   one thread          words: a box; scale, δ: bulk copies      ─► ring of W_STAGES, `full` ─┐
 //   two warps           scale and δ as decoding takes them       ─► beside them, `ready` ─────┤
 //   one thread          x: a box of 64 k × BM rows, swizzled     ─► ring of X_STAGES, `full` ─┤  and `empty` back
-//   consumers, 128 each words of unit u+2 ─lds─► registers ─► W of unit u+1 │ wgmma of unit u in flight
+//   consumers, 128 each words of chunk c+2 ─lds─► registers ─► W of chunk c+1 │ wgmma of chunk c in flight
 //
-// The rings are two because words are needed two units before their rows of x, and take less room: an eighth at 256 rows.
+// The rings are two because words are needed two chunks before their rows of x, and take less room: an eighth at 256 rows.
 //
-// A unit is four or eight wgmma of 64 columns × BM rows × 16 k; a chunk, which is what a stage holds, has NJ units. Warp w
-// of a consumer owns NJ words of a lane's four, so a consumer covers 64·NJ columns; NJ·BM ≤ 256 keeps the accumulators in
-// 128 registers. Decoding one word takes 13 instructions in fp16 and 19 in bf16 (weight.cuh, `Centred`) and serves BM
-// rows; δ is in it. Consumers divide the columns of a tile; two TEAMS of them divide the k of each stage as well, for
-// narrow tiles, of which there are more to fill the chip.
+// A chunk, which is what a stage holds, is four to sixteen wgmma of 64 columns × BM rows × 16 k for a consumer: the more,
+// the less its barriers count. Warp w owns word w of a lane's four. Decoding one takes 13 instructions in fp16 and 19 in
+// bf16 (weight.cuh, `Centred`) and serves BM rows; δ is in it. Consumers divide the columns of a tile; two TEAMS of them
+// divide the k of each stage as well, for narrow tiles, of which there are more to fill the chip.
 //
 // Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each
 // block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block.
@@ -26,30 +25,26 @@
 
 #ifndef BM
 #define BM 256   // rows of x per tile: 32, 64, 128 or 256
-#define NJ 1     // words per lane and step
-#define CW 2     // consumer warpgroups along the columns
+#define CW 2     // consumer warpgroups along the columns, 64 each
 #define TEAMS 1  // of consumers, which divide the k of each stage, so that more warps decode
-#define DEPTH 64 // k per stage, 64 or 128
+#define DEPTH 64 // k per stage: 64, 128 or 256
 #define RUNS 1   // of parameters per stage: as many as groups may begin in it
 #define X_STAGES 4
 #define W_STAGES 5
 #define SPLITS 1 // blocks of a cluster that divide K of one tile and add through each other's shared memory
 #endif
 
-constexpr int BLOCKS64 = NJ * CW, BN = 64 * BLOCKS64, CONSUMERS = CW * TEAMS;
-constexpr int CONSUMER_THREADS = CONSUMERS * 128, THREADS = CONSUMER_THREADS + 128;
+constexpr int BN = 64 * CW, CONSUMERS = CW * TEAMS, CONSUMER_THREADS = CONSUMERS * 128, THREADS = CONSUMER_THREADS + 128;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMER_THREADS / 8 * 8;
-constexpr int TEAM_STEPS = DEPTH / 16 / TEAMS;  // of 16 k in a stage
-constexpr int E = TEAM_STEPS, STEPS = E / NJ, CHUNK_UNITS = NJ;  // words of a lane and steps of a unit, units of a chunk
+constexpr int STEPS = DEPTH / 16 / TEAMS;  // of 16 k of a stage: a consumer's
 constexpr int TEAM_RUNS = RUNS > TEAMS ? RUNS / TEAMS : 1;
-constexpr int X_BOX = BM * 128, X_BYTES = BM * DEPTH * 2, W_BYTES = BLOCKS64 * DEPTH * 32;
-constexpr int BOX64 = BLOCKS64 > 4 ? BLOCKS64 / 2 : BLOCKS64, BOX_BYTES = BOX64 * DEPTH * 32;  // of 256 pairs at most
-constexpr int RUN_BYTES = BLOCKS64 * (SCALE_BYTES + DELTA_BYTES);
-constexpr int COLUMNS = W_BYTES + RUNS * RUN_BYTES, COLUMNS_BYTES = BLOCKS64 * 512;  // in a stage: where ready parameters begin; of a run
+constexpr int X_BOX = BM * 128, X_BYTES = BM * DEPTH * 2, W_STEP = CW * 512, W_BYTES = DEPTH / 16 * W_STEP;
+constexpr int RUN_BYTES = CW * (SCALE_BYTES + DELTA_BYTES);
+constexpr int COLUMNS = W_BYTES + RUNS * RUN_BYTES, COLUMNS_BYTES = CW * 512;  // in a stage: where ready parameters begin; of a run
 constexpr int W_STAGE_BYTES = COLUMNS + RUNS * COLUMNS_BYTES;
-constexpr int OUT_STRIDE = 64 * NJ + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
-constexpr int ACC = BM / 2, QUADS = NJ * ACC / 4;  // registers per wgmma, four at a time
+constexpr int OUT_STRIDE = 64 + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
+constexpr int ACC = BM / 2, QUADS = ACC / 4;  // registers of sums, four at a time
 constexpr int PARTS = SPLITS * TEAMS, ROWS = BM / PARTS, OWN_QUADS = QUADS / PARTS;  // of K; of a tile that each part writes
 constexpr int OUT_ROWS = ROWS < 64 ? ROWS : 64, OUT_BYTES = OUT_ROWS * OUT_STRIDE * 2;
 constexpr int WORDS = X_STAGES * X_BYTES, OUT = WORDS + W_STAGES * W_STAGE_BYTES;  // where what begins
@@ -66,12 +61,12 @@ struct alignas(64) TensorMap {
 
 struct Problem {
     TensorMap x;     // [M][K], boxes of 64 k × box_rows rows, 128-byte swizzle, zeros outside
-    TensorMap words; // [K/16][blocks64·64] words in pairs, boxes of a stage's steps × BOX64 blocks, zeros outside
+    TensorMap words; // [K/16][blocks64·64] words in pairs, boxes of a stage's steps × CW blocks, zeros outside
     u16* y;          // [M][N]
     float4* partial; // [pieces][OWN_QUADS][CONSUMER_THREADS]
     u32* arrived;    // [cut tiles][CONSUMERS], zero between launches
     int M, N;
-    int blocks64, chunks, runs_per_group;
+    int blocks64, chunks, groups, runs_per_group;
     int row_tiles, box_rows;
     int whole;       // tiles that are dealt out whole
     int piece, total;  // chunks of the cut tiles: per block, at most a tile's, and altogether
@@ -87,8 +82,6 @@ DEVICE int uniform(int v) { return __shfl_sync(0xffffffff, v, 0); }
 
 // ---- barriers, the copy engine, wgmma --------------------------------------------------------------------------------
 
-DEVICE void barrier_init(u32 at, int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals)); }
-
 DEVICE void barriers_made() {  // by other lanes of the warp, too
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncwarp();
@@ -101,15 +94,6 @@ DEVICE void barrier_expect(u32 at, int bytes) {
 // What this thread has read of a stage is read before the copy engine, to whom a barrier alone says nothing of it, writes
 // there again.
 DEVICE void reads_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
-
-DEVICE void barrier_wait(u32 at, u32 parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(at), "r"(parity) : "memory");
-}
 
 DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
@@ -194,10 +178,6 @@ DEVICE void store_matrices(u32 at, u32 a, u32 b) {  // transposing: a lane's two
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 
-DEVICE void store_shared16(u32 at, float4 v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
 DEVICE float4 load_floats(u32 at) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
@@ -256,7 +236,7 @@ struct Schedule {
 // come from the L2 cache.
 DEVICE void place(const Problem& p, int tile, int& row_tile, int& column_tile) {
     constexpr int RASTER = 8;
-    const int in_band = RASTER * ((p.blocks64 + BLOCKS64 - 1) / BLOCKS64), band = tile / in_band;
+    const int in_band = RASTER * ((p.blocks64 + CW - 1) / CW), band = tile / in_band;
     const int rows = min(p.row_tiles - band * RASTER, RASTER), within = tile - band * in_band;
     row_tile = band * RASTER + within % rows, column_tile = within / rows;
 }
@@ -289,7 +269,7 @@ DEVICE void init_words(u32 memory, int lane) {
     if (lane < W_STAGES) {
         barrier_init(memory + W_BARRIERS + lane * 16, 1);
         barrier_init(memory + W_BARRIERS + lane * 16 + 8, CONSUMERS * 4);
-        barrier_init(memory + READY_BARRIERS + lane * 8, 2);
+        barrier_init(memory + READY_BARRIERS + lane * 8, 64);
     }
     if (SPLITS > 1 && lane == 31) {
         barrier_init(memory + SUMS_BARRIER, 1);
@@ -314,7 +294,7 @@ DEVICE void load_words(const Problem& p, const Weight& w, u32 memory) {
     for (Schedule schedule(p); schedule.next(item);) {
         int row_tile, column_tile;
         place(p, item.tile, row_tile, column_tile);
-        const int block0 = column_tile * BLOCKS64, blocks = min(BLOCKS64, p.blocks64 - block0);
+        const int block0 = column_tile * CW, blocks = min(CW, p.blocks64 - block0);
         int group = item.first * RUNS / p.runs_per_group;
         int runs_left = p.runs_per_group - item.first * RUNS % p.runs_per_group;
         bool params = true;  // whether the chunk's parameters are not in registers yet
@@ -325,18 +305,17 @@ DEVICE void load_words(const Problem& p, const Weight& w, u32 memory) {
             barrier_wait(full + 8, ring.parity ^ 1);
             barrier_expect(full, W_BYTES + (params ? blocks * RUNS * (SCALE_BYTES + DELTA_BYTES) : 0));
             ring.advance();
-#pragma unroll
-            for (int box = 0; box < BLOCKS64; box += BOX64, to += BOX_BYTES)
-                load_box(to, &p.words, (block0 + box) * 64, chunk * (DEPTH / 16), full);
+            load_box(to, &p.words, block0 * 64, chunk * (DEPTH / 16), full);
+            to += W_BYTES;
             bool next = RUNS > 1;
 #pragma unroll 1
             for (int run = 0; run < RUNS; run++, to += RUN_BYTES) {
                 if (params) {
                     const i64 at = (i64)group * p.blocks64 + block0;
                     load_bulk(to, w.S + at * SCALE_BYTES, blocks * SCALE_BYTES, full);
-                    load_bulk(to + BLOCKS64 * SCALE_BYTES, w.delta + at * 64, blocks * DELTA_BYTES, full);
+                    load_bulk(to + CW * SCALE_BYTES, w.delta + at * 64, blocks * DELTA_BYTES, full);
                 }
-                if (--runs_left == 0) group++, runs_left = p.runs_per_group, next = true;
+                if (--runs_left == 0) group = min(group + 1, p.groups - 1), runs_left = p.runs_per_group, next = true;
             }
             params = next;
         }
@@ -407,16 +386,15 @@ DEVICE void prepare(const Problem& p, u32 memory) {
 #pragma unroll 1
                 for (int run = 0; run < RUNS; run++, from += RUN_BYTES)
 #pragma unroll 1
-                    for (int b = 0; b < BLOCKS64; b++, to += 512) {
+                    for (int b = 0; b < CW; b++, to += 512) {
                         const u32 scale = from + b * SCALE_BYTES + at * (SCALE_BYTES / 64);
-                        const float delta = load_shared4(from + BLOCKS64 * SCALE_BYTES + b * DELTA_BYTES + at * 4);
+                        const float delta = load_shared4(from + CW * SCALE_BYTES + b * DELTA_BYTES + at * 4);
                         const uint2 v = packed(column_of(scale_in(scale), delta));
                         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
                     }
             }
             reads_done();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(ready(ring, memory));
+            barrier_arrive(ready(ring, memory));
             ring.advance();
             if (++in_group == p.runs_per_group) in_group = 0;
         }
@@ -427,118 +405,95 @@ struct Consumer {
     const Problem& p;
     const Weight& w;
     const u32 memory;
-    const int thread, consumer, team, warp, lane, r;  // thread and warp within the warpgroup
-    const int block, word0;                        // this warp's 64 columns among the tile's, and its first word
-    XRing rows;                                    // where wgmma is
-    WRing words;                                   // where words are read
-    uint4 columns[TEAM_RUNS][NJ];                  // parameters of the chunk that is decoded, two columns a word
-    int group_left;                                // chunks that begin in its group and are not read yet
+    const int thread, consumer, team, warp, lane, r;  // thread and warp within the warpgroup; its 64 columns are `consumer`
+    XRing rows;                                       // where wgmma is
+    WRing words;                                      // where words are read
+    u32 read;                                         // the barrier `empty` of the stage that is decoded
+    uint4 columns[TEAM_RUNS];                         // parameters of the chunk that is decoded, two columns each
+    int group_left;                                   // chunks that begin in its group and are not read yet
 
     DEVICE Consumer(const Problem& p, const Weight& w, u32 memory)
         : p(p), w(w), memory(memory), thread(threadIdx.x % 128), consumer(uniform(threadIdx.x / 128) % CW),
-          team(uniform(threadIdx.x / 128) / CW), warp(uniform(thread / 32)), lane(thread % 32), r(lane / 4),
-          block(consumer * NJ + warp * NJ / 4), word0(warp * NJ % 4) {}
+          team(uniform(threadIdx.x / 128) / CW), warp(uniform(thread / 32)), lane(thread % 32), r(lane / 4) {}
 
     DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(team * CW + consumer + 1) : "memory"); }
     DEVICE void sync_all() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMERS + 1), "n"(CONSUMER_THREADS) : "memory"); }
 
-    // Of the chunk whose first words were read: the columns' scale and δ, unless its group has begun before.
-    DEVICE void read_params() {
-        if (RUNS == 1 && group_left-- > 0) return;
-        group_left = p.runs_per_group - 1;
+    // Words of the next chunk, and its columns' scale and δ, unless its group has begun before.
+    DEVICE void read_chunk(u32 (&word)[STEPS]) {
+        barrier_wait(ready(words, memory), words.parity);
         const u32 stage = memory + WORDS + words.slot * W_STAGE_BYTES;
-        const u32 at = stage + COLUMNS + team * RUNS / TEAMS * COLUMNS_BYTES + block * 512;
 #pragma unroll
-        for (int u = 0; u < TEAM_RUNS; u++)
+        for (int s = 0; s < STEPS; s++)
+            asm volatile("ld.shared.u32 %0, [%1];"
+                         : "=r"(word[s])
+                         : "r"(stage + (team * STEPS + s) * W_STEP + consumer * 512 + lane * 16 + warp * 4));
+        if (RUNS > 1 || group_left-- <= 0) {
+            group_left = p.runs_per_group - 1;
+            const u32 at = stage + COLUMNS + team * RUNS / TEAMS * COLUMNS_BYTES + consumer * 512 + (warp * 8 + r) * 16;
 #pragma unroll
-            for (int j = 0; j < NJ; j++) columns[u][j] = load_shared16(at + u * COLUMNS_BYTES + ((word0 + j) * 8 + r) * 16);
+            for (int u = 0; u < TEAM_RUNS; u++) columns[u] = load_shared16(at + u * COLUMNS_BYTES);
+        }
+        read = words.empty(memory);
+        words.advance();
     }
 
-    DEVICE void read_words(u32 (&word)[E], int unit) const {
-        const u32 stage = memory + WORDS + words.slot * W_STAGE_BYTES;
-        const u32 at = stage + block / BOX64 * BOX_BYTES + block % BOX64 * 512 + lane * 16 + word0 * 4;
+    DEVICE void decode(u32 (&a)[STEPS][4], const u32 (&word)[STEPS]) {
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            const u32 from = at + (team * TEAM_STEPS + unit * STEPS + s) * BOX64 * 512;
-            if constexpr (NJ == 4)
-                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(word[4 * s]), "=r"(word[4 * s + 1]), "=r"(word[4 * s + 2]), "=r"(word[4 * s + 3])
-                             : "r"(from));
-            else if constexpr (NJ == 2)
-                asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(word[2 * s]), "=r"(word[2 * s + 1]) : "r"(from));
-            else
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[s]) : "r"(from));
+            const uint4 c = columns[s * TEAM_RUNS / STEPS];
+            weights(a[s], word[s], unpacked(c.x, c.y), unpacked(c.z, c.w));
         }
     }
 
-    DEVICE void decode(u32 (&a)[E][4], const u32 (&word)[E], int unit) const {
-#pragma unroll
-        for (int e = 0; e < E; e++) {
-            const int run = (unit * STEPS + e / NJ) * TEAM_RUNS / TEAM_STEPS, j = e % NJ;
-            const uint4 c = columns[run][j];
-            weights(a[e], word[e], unpacked(c.x, c.y), unpacked(c.z, c.w));
-        }
+    // By one lane, once all have read.
+    DEVICE void give_words_back() {
+        reads_done();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(read);
     }
 
-    // Words of the next unit that is not read yet, unit `unit` of its chunk, and what else the chunk needs.
-    DEVICE void read_unit(u32 (&word)[E], int unit) {
-        if (unit == 0) barrier_wait(ready(words, memory), words.parity);
-        read_words(word, unit);
-        if (unit == 0) read_params();
-        if (unit == CHUNK_UNITS - 1) {
-            reads_done();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(words.empty(memory));
-            words.advance();
-        }
-    }
-
-    // One unit on its way through the pipeline: `unit` of the chunk at `rows`, with W in `now`.
-    // Left over when it returns: W of the next unit in `next`, words of the one after in `word`.
-    DEVICE void unit_step(float (&acc)[NJ][ACC], u32 (&now)[E][4], u32 (&next)[E][4], u32 (&word)[E], int unit, int& to_decode,
-                          int& to_read) {
-        if (unit == 0) barrier_wait(rows.full(memory), rows.parity);
+    // A chunk on its way through the pipeline, the one at `rows`, with W in `now`; `left` of them with it. Left over when
+    // it returns: W of the next chunk in `next`, words of the one after on their way to `word`.
+    DEVICE void step(float (&acc)[ACC], u32 (&now)[STEPS][4], u32 (&next)[STEPS][4], u32 (&word)[STEPS], int left) {
+        barrier_wait(rows.full(memory), rows.parity);
         wgmma_fence();
-        const int team_step = team * TEAM_STEPS;
-        const u64 x = x_descriptor(memory + rows.slot * X_BYTES + team_step / 4 * X_BOX + team_step % 4 * 32);
+        const int first = team * STEPS;
+        const u64 x = x_descriptor(memory + rows.slot * X_BYTES + first / 4 * X_BOX + first % 4 * 32);
 #pragma unroll
-        for (int e = 0; e < E; e++) {
-            const int step = unit * STEPS + e / NJ;
-            wgmma(acc[e % NJ], now[e], x + step / 4 * (X_BOX >> 4) + step % 4 * 2);
-        }
+        for (int s = 0; s < STEPS; s++) wgmma(acc, now[s], x + s / 4 * (X_BOX >> 4) + s % 4 * 2);
         wgmma_commit();
-        if (to_decode > 0) decode(next, word, (unit + 1) % CHUNK_UNITS), to_decode--;
-        if (to_read > 0) read_unit(word, (unit + 2) % CHUNK_UNITS), to_read--;
+        if (left > 1) decode(next, word);
         wgmma_wait();
-        if (unit == CHUNK_UNITS - 1) {
-            if (lane == 0) barrier_arrive(rows.empty(memory));
-            rows.advance();
-        }
+        if (lane == 0) barrier_arrive(rows.empty(memory));
+        rows.advance();
+        if (left > 1) give_words_back();
+        if (left > 2) read_chunk(word);
     }
 
-    DEVICE void product(float (&acc)[NJ][ACC], const Item& item) {
-        u32 a[E][4], b[E][4], word[E];
-        const int units = (item.end - item.first) * CHUNK_UNITS;
-        int to_decode = units - 1, to_read = units - 1;
-        if (SPLITS > 1 && units == 0) return;  // more blocks in the cluster than chunks
+    DEVICE void product(float (&acc)[ACC], const Item& item) {
+        u32 a[STEPS][4], b[STEPS][4], word[STEPS];
+        int left = item.end - item.first;
+        if (SPLITS > 1 && left == 0) return;  // more blocks in the cluster than chunks
         group_left = 0;
-        read_unit(word, 0);
+        read_chunk(word);
         group_left -= item.first % p.runs_per_group;
-        decode(a, word, 0);
-        if (to_read > 0) read_unit(word, 1 % CHUNK_UNITS), to_read--;
-        for (int unit = 0; unit < units; unit += 2) {
-            unit_step(acc, a, b, word, unit % CHUNK_UNITS, to_decode, to_read);
-            if (unit + 1 < units) unit_step(acc, b, a, word, (unit + 1) % CHUNK_UNITS, to_decode, to_read);
+        decode(a, word);
+        give_words_back();
+        if (left > 1) read_chunk(word);
+        for (; left > 0; left -= 2) {
+            step(acc, a, b, word, left);
+            if (left > 1) step(acc, b, a, word, left - 1);
         }
     }
 
-    // Column of the tile's 64·BLOCKS64 for accumulator [j], rows r (half 0) and r + 8 (half 1).
-    DEVICE int column(int j, int half) const { return block * 64 + (word0 + j) * 16 + half * 8 + r; }
+    // Column of the tile for the accumulators of rows r (half 0) and r + 8 (half 1) of this warp.
+    DEVICE int column(int half) const { return consumer * 64 + warp * 16 + half * 8 + r; }
 
     // Of a cut tile: leave these sums for the block that has the tile's first chunk, or be that block, and add what the
     // others left, in the order of k. True for the latter. It had the tile last and the others had it first, so that
     // it seldom waits.
-    DEVICE bool reduce(float (&acc)[NJ][ACC], const Item& item) {
+    DEVICE bool reduce(float (&acc)[ACC], const Item& item) {
         const int cut_tile = item.tile - p.whole, start = cut_tile * p.chunks;
         const int first = start / p.piece, last = (start + p.chunks - 1) / p.piece;
         u32* arrived = p.arrived + cut_tile * CONSUMERS + team * CW + consumer;
@@ -547,7 +502,7 @@ struct Consumer {
             partial += (i64)blockIdx.x * OWN_QUADS * CONSUMER_THREADS;
 #pragma unroll
             for (int q = 0; q < OWN_QUADS; q++) {
-                const float* v = acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4;
+                const float* v = acc + q * 4;
                 __stcg(partial + (i64)q * CONSUMER_THREADS, make_float4(v[0], v[1], v[2], v[3]));
             }
             sync();
@@ -568,14 +523,14 @@ struct Consumer {
 #pragma unroll
                 for (int q = 0; q < BATCH; q++) f[q] = __ldcg(from + (i64)(q0 + q) * CONSUMER_THREADS);
 #pragma unroll
-                for (int q = 0; q < BATCH; q++) add4(acc[(q0 + q) / (ROWS / 8)] + (q0 + q) % (ROWS / 8) * 4, f[q]);
+                for (int q = 0; q < BATCH; q++) add4(acc + (q0 + q) * 4, f[q]);
             }
         }
         return true;
     }
 
     // Add what the blocks of the cluster have of the tile; each gets the sums of its own ROWS rows, first in acc.
-    DEVICE void add_splits(float (&acc)[NJ][ACC]) const {
+    DEVICE void add_splits(float (&acc)[ACC]) const {
         sync_all();
         cluster_sync();  // the stages of all are free
         const u32 at = memory + SUMS + threadIdx.x * 16, from = at + cluster_rank() * (OWN_QUADS * CONSUMER_THREADS * 16);
@@ -583,12 +538,11 @@ struct Consumer {
         for (int rank = 0; rank < SPLITS; rank++)
 #pragma unroll
             for (int q = 0; q < OWN_QUADS; q++)
-                send(rank, from + q * CONSUMER_THREADS * 16, acc[q / (ROWS / 8)] + (rank * (ROWS / 8) + q % (ROWS / 8)) * 4,
-                     memory + SUMS_BARRIER);
+                send(rank, from + q * CONSUMER_THREADS * 16, acc + (rank * OWN_QUADS + q) * 4, memory + SUMS_BARRIER);
         barrier_wait(memory + SUMS_BARRIER, 0);
 #pragma unroll
         for (int q = 0; q < OWN_QUADS; q++) {
-            float* v = acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4;
+            float* v = acc + q * 4;
             v[0] = v[1] = v[2] = v[3] = 0.f;
 #pragma unroll
             for (int rank = 0; rank < SPLITS; rank++) add4(v, load_floats(at + (rank * OWN_QUADS + q) * CONSUMER_THREADS * 16));
@@ -596,12 +550,12 @@ struct Consumer {
     }
 
     // Add what the two teams have of the tile: each leaves the other's half of the rows, and gets its own, first in acc.
-    DEVICE void add_teams(float (&acc)[NJ][ACC]) const {
+    DEVICE void add_teams(float (&acc)[ACC]) const {
         const u32 at = memory + SUMS + (consumer * 128 + thread) * 16, own = team * (OWN_QUADS * CW * 128 * 16);
         sync_all();  // the sums of the tile before have been read
 #pragma unroll
         for (int q = 0; q < OWN_QUADS; q++) {
-            float* v = acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4;
+            float* v = acc + q * 4;
             float* w = v + ACC / 2;
             const float4 other = team ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(w[0], w[1], w[2], w[3]);
             if (team) v[0] = w[0], v[1] = w[1], v[2] = w[2], v[3] = w[3];
@@ -610,43 +564,38 @@ struct Consumer {
         sync_all();
 #pragma unroll
         for (int q = 0; q < OWN_QUADS; q++)
-            add4(acc[q / (ROWS / 8)] + q % (ROWS / 8) * 4, load_floats(at + own + q * CW * 128 * 16));
+            add4(acc + q * 4, load_floats(at + own + q * CW * 128 * 16));
     }
 
     DEVICE int part() const { return cluster_rank() * TEAMS + team; }
 
     // Round, transpose through shared memory, and write those of ROWS rows from row0 on that are not before `first`,
     // OUT_ROWS at a time.
-    DEVICE void write(float (&acc)[NJ][ACC], int row0, int first, int column0) {
+    DEVICE void write(float (&acc)[ACC], int row0, int first, int column0) {
         const u32 out = memory + OUT + (team * CW + consumer) * OUT_BYTES;
-        const int local = (block - consumer * NJ) * 64 + word0 * 16;  // this warp's first column among the consumer's
-        float bias[NJ][2];
+        float bias[2];
 #pragma unroll
-        for (int j = 0; j < NJ; j++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int n = column0 + column(j, h);
-                bias[j][h] = w.bias && n < p.N ? f32_of(w.bias[n]) : 0.f;
-            }
+        for (int h = 0; h < 2; h++) {
+            const int n = column0 + column(h);
+            bias[h] = w.bias && n < p.N ? f32_of(w.bias[n]) : 0.f;
+        }
 #pragma unroll
         for (int pass = 0; pass < ROWS / OUT_ROWS; pass++) {
 #pragma unroll
-            for (int j = 0; j < NJ; j++)
-#pragma unroll
-                for (int i = 0; i < OUT_ROWS / 8; i++) {
-                    const float* v = acc[j] + (pass * (OUT_ROWS / 8) + i) * 4;
-                    const int row = i * 8 + (lane & 7), at = local + j * 16 + (lane >> 3 & 1) * 8;
-                    store_matrices(out + (row * OUT_STRIDE + at) * 2, pack2(v[0] + bias[j][0], v[1] + bias[j][0]),
-                                   pack2(v[2] + bias[j][1], v[3] + bias[j][1]));
-                }
+            for (int i = 0; i < OUT_ROWS / 8; i++) {
+                const float* v = acc + (pass * (OUT_ROWS / 8) + i) * 4;
+                const int row = i * 8 + (lane & 7), at = warp * 16 + (lane >> 3 & 1) * 8;
+                store_matrices(out + (row * OUT_STRIDE + at) * 2, pack2(v[0] + bias[0], v[1] + bias[0]),
+                               pack2(v[2] + bias[1], v[3] + bias[1]));
+            }
             sync();
-            write_rows(out, row0 + pass * OUT_ROWS, first, column0 + consumer * 64 * NJ);
+            write_rows(out, row0 + pass * OUT_ROWS, first, column0 + consumer * 64);
             sync();
         }
     }
 
     DEVICE void write_rows(u32 out, int row0, int first, int column0) {
-        constexpr int PIECES = 8 * NJ;  // of sixteen bytes, in a row
+        constexpr int PIECES = 8;  // of sixteen bytes, in a row
         for (int i = thread; i < OUT_ROWS * PIECES; i += 128) {
             const int row = i / PIECES, c = i % PIECES * 8, n = column0 + c;
             if (row0 + row >= p.M) break;
@@ -667,11 +616,9 @@ struct Consumer {
     DEVICE void run() {
         Item item;
         for (Schedule schedule(p); schedule.next(item);) {
-            float acc[NJ][ACC];
+            float acc[ACC];
 #pragma unroll
-            for (int j = 0; j < NJ; j++)
-#pragma unroll
-                for (int i = 0; i < ACC; i++) acc[j][i] = 0.f;
+            for (int i = 0; i < ACC; i++) acc[i] = 0.f;
             product(acc, item);
             if (SPLITS > 1) add_splits(acc);
             if (TEAMS > 1) add_teams(acc);

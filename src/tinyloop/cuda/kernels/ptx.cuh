@@ -100,6 +100,10 @@ DEVICE uint4 load_shared16(u32 at) {
     return v;
 }
 
+DEVICE void store_shared16(u32 at, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
 DEVICE u16 load_shared2(u32 at) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
@@ -123,12 +127,29 @@ DEVICE void load_matrices(u32 (&d)[2], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(at) : "memory");
 }
 
-// All threads of a team of THREADS wait for each other. Barrier 0 is __syncthreads, so teams take 1, 2, …
-template <int THREADS> DEVICE void team_sync(int team) {
-    if (THREADS == 32)
-        __syncwarp();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(THREADS) : "memory");
+// ---- barriers in shared memory ---------------------------------------------------------------------------------
+
+DEVICE void barrier_init(u32 at, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 at) {
+    asm volatile("{ .reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+#define WAIT "try_wait"  // which sleeps for a while
+#else
+#define WAIT "test_wait"
+#endif
+
+DEVICE void barrier_wait(u32 at, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier." WAIT ".parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(at),
+        "r"(parity)
+        : "memory");
 }
 
 // ---- launches that overlap -------------------------------------------------------------------------------------

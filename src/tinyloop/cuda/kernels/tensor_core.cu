@@ -103,6 +103,16 @@ DEVICE void integers(u32 (&a)[4], u32 w) {
 // Rows of x in a stage are 128 bytes, their sixteen-byte units swapped so that reads down a column meet no bank twice.
 DEVICE u32 x_offset(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
 
+// v as it is, which the compiler would else compute again in every round of a loop.
+DEVICE u32 kept(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+DEVICE i64 kept_wide(i64 v) {
+    asm volatile("" : "+l"(v));
+    return v;
+}
+
 // What a thread copies of each chunk: pieces of sixteen bytes of x, of the words, and of scale and δ. All pointers run
 // along K; a piece's place in its stage never changes.
 struct Loader {
@@ -113,42 +123,59 @@ struct Loader {
     const uint4* words;
     const u8* params;
     i64 x_step, w_step, param_step;  // from piece to piece, from step to step, from group to group
-    int k_left, units_left;          // of K for this thread's column of x; of units in the group
+    int k_left, units_left;          // of K; of units in the group
     int units_per_group, rows;       // rows: how many of this thread's pieces of x are rows of x
     u32 x_to, w_to, param_to;
+    int unit16;                      // where this thread's column of x begins, in bytes from the chunk's
     bool in_weight, in_params;       // whether this thread's columns exist; whether it copies parameters
 
     DEVICE Loader(const Problem& p, const Weight& w, i64 row0, int block64, int wm, int wn, int lane, int chunk) {
         const int thread = (wm * WN + wn) * 32 + lane, row = thread >> 3, unit = thread & 7;
         x_step = p.ldx * ROW_STEP;
         x = p.x + (row0 + row) * p.ldx + chunk * CHUNK + unit * 8;
-        k_left = p.K - chunk * CHUNK - unit * 8;
-        rows = (int)(max(min(p.M - row0 - row + ROW_STEP - 1, (i64)X_PIECES * ROW_STEP), 0ll) / ROW_STEP);
-        x_to = x_offset(row, unit);
+        k_left = p.K - chunk * CHUNK, unit16 = unit * 16;
+        rows = kept((u32)(max(min(p.M - row0 - row + ROW_STEP - 1, (i64)X_PIECES * ROW_STEP), 0ll) / ROW_STEP));
+        x_to = kept(x_offset(row, unit));
 
         in_weight = block64 < p.blocks64;
         w_step = (i64)p.blocks64 * 32;
         words = w.B + ((i64)(chunk * 4 + wm * W_PIECES) * p.blocks64 + block64) * 32 + lane;
-        w_to = X_BYTES + ((wn * 4 + wm * W_PIECES) * 32 + lane) * 16;
+        w_to = kept(X_BYTES + ((wn * 4 + wm * W_PIECES) * 32 + lane) * 16);
 
         const bool scale = lane < SCALE_PIECES;
         const int unit0 = chunk * UNITS, group = unit0 / p.units_per_group;
         units_per_group = p.units_per_group;
         units_left = units_per_group - unit0 % units_per_group;
-        param_step = (i64)p.blocks64 * (scale ? SCALE_BYTES : 256);
+        param_step = kept_wide((i64)p.blocks64 * (scale ? SCALE_BYTES : 256));
         params = (scale ? w.S + lane * 16 : (const u8*)w.delta + (lane - SCALE_PIECES) * 16) + group * param_step +
                  (i64)block64 * (scale ? SCALE_BYTES : 256);
-        param_to = X_BYTES + W_BYTES + wn * UNITS * PARAM_BYTES + lane * 16;
-        in_params = in_weight && wm == 0 && lane < PARAM_PIECES;
+        param_to = kept(X_BYTES + W_BYTES + wn * UNITS * PARAM_BYTES + lane * 16);
+        in_params = kept((u32)(in_weight && wm == 0 && lane < PARAM_PIECES));
+    }
+
+    // Where piece i of x goes, and whether it is one of the tile's.
+    DEVICE u32 x_piece(u32 stage, int i) const {
+        const int row = i * ROW_STEP;  // a multiple of 8, which leaves the swizzle, or of 4, which flips a bit
+        return stage + ((x_to + row * 128) ^ ((row & 7) << 4));
+    }
+    DEVICE bool in_tile(int i) const { return BM * 8 % TEAM == 0 || (x_to >> 7) + i * ROW_STEP < BM; }
+
+    // Rows of the tile that x does not have are zeros, in every stage, once and for all.
+    DEVICE void clear_x(u32 stage) const {
+#pragma unroll
+        for (int i = 0; i < X_PIECES; i++)
+            if (in_tile(i) && i >= rows) store_shared16(x_piece(stage, i), make_float4(0.f, 0.f, 0.f, 0.f));
     }
 
     DEVICE void load_x(u32 stage) {
-        const int bytes = min(max(k_left * 2, 0), 16);
+        const bool whole = k_left >= CHUNK;  // for all columns of x of the chunk, where it is for the first
 #pragma unroll
-        for (int i = 0; i < X_PIECES; i++) {
-            if (BM * 8 % TEAM && (x_to >> 7) + i * ROW_STEP >= BM) break;
-            const int row = i * ROW_STEP;  // a multiple of 8, which leaves the swizzle, or of 4, which flips a bit
-            copy_async(stage + ((x_to + row * 128) ^ ((row & 7) << 4)), x + i * x_step, i < rows ? bytes : 0);
+        for (int i = 0; i < X_PIECES; i++)
+            if (whole && in_tile(i) && i < rows) copy_async(x_piece(stage, i), x + i * x_step);
+        if (!whole) {  // beyond K there are zeros
+#pragma unroll 1
+            for (int i = 0; i < X_PIECES; i++)
+                if (in_tile(i) && i < rows) copy_async(x_piece(stage, i), x + i * x_step, min(max(k_left * 2 - unit16, 0), 16));
         }
         x += CHUNK;
         k_left -= CHUNK;
@@ -172,16 +199,44 @@ struct Place {  // of a warp within its block
     int team, wm, wn, lane;
 };
 
-template <int TILES> DEVICE void load_x(u32 (&x)[TILES][2], u32 stage, int row, int step, int lane) {
+// Where the warps of a team wait for each other. A barrier in shared memory, because teams pass theirs a different number
+// of times, and of the chip's numbered ones racecheck (compute-sanitizer) then loses count.
+struct Meeting {
+    u32 at, parity = 0;
+
+    DEVICE explicit Meeting(int team) {
+        __shared__ u64 barriers[WK];
+        at = shared_address(barriers + team);
+        if (TEAM == 32) return;
+        if (threadIdx.x < WK) barrier_init(shared_address(barriers + threadIdx.x), TEAM);
+        __syncthreads();
+    }
+
+    DEVICE void operator()() {
+        if (TEAM == 32) return __syncwarp();
+        barrier_arrive(at);
+        barrier_wait(at, parity);
+        parity ^= 1;
+    }
+};
+
+// Where a lane begins to read rows of x: at its row of an 8×8 matrix, of which there are two next to each other, and two
+// below them where a warp has more tiles than one.
+DEVICE u32 x_lane(int lane) {
+    const int matrix = lane >> 3;
+    return x_offset((MT == 1 ? 0 : matrix >> 1) * 8 + (lane & 7), matrix & 1);
+}
+
+// The step's 16 k of `TILES` tiles of rows, from where the lane begins.
+template <int TILES> DEVICE void load_x(u32 (&x)[TILES][2], u32 at, int step) {
+    at ^= step << 5;  // two units on, and swapped
     if constexpr (TILES == 1) {
-        u32 at = stage + x_offset(row + (lane & 7), step * 2 + ((lane >> 3) & 1));
         load_matrices(x[0], at);
     } else {
 #pragma unroll
         for (int i = 0; i < TILES; i += 2) {
             u32 d[4];
-            int matrix = lane >> 3;
-            load_matrices(d, stage + x_offset(row + (i + (matrix >> 1)) * 8 + (lane & 7), step * 2 + (matrix & 1)));
+            load_matrices(d, at + i * 1024);
             x[i][0] = d[0], x[i][1] = d[1], x[i + 1][0] = d[2], x[i + 1][1] = d[3];
         }
     }
@@ -205,7 +260,8 @@ DEVICE void fold(float (&acc)[4][MT][4], float (&part)[4][MT][4], float (&sum)[M
 }
 
 // The chunks of one team, from `first` on, into acc.
-DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load, u32 memory, Place at, int first, int chunks) {
+DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load, Meeting& meet, u32 memory, Place at, int first,
+                         int chunks) {
     const int lane = at.lane, r = lane >> 2;
 #if !DECODE
     float part[4][MT][4] = {}, sum[MT][4] = {};
@@ -215,8 +271,10 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
 #endif
     int units_left = p.units_per_group - first * UNITS % p.units_per_group;
 #endif
-    const u32 end = memory + STAGES * STAGE_BYTES;
+    const u32 end = memory + STAGES * STAGE_BYTES, x_at = kept(at.wm * MT * 1024 + x_lane(lane)), lane16 = kept(lane * 16);
     u32 stage = memory, ahead = memory;
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) load.clear_x(memory + i * STAGE_BYTES);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++)
         if (i < chunks) load.load_weight(memory + i * STAGE_BYTES);
@@ -229,7 +287,7 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
     }
     while (chunks > 0) {
         wait_copies<STAGES - 2>();
-        team_sync<TEAM>(at.team);  // the chunk is here for all, and all are done with the one before
+        meet();  // the chunk is here for all, and all are done with the one before
         if (chunks >= STAGES) load.load_weight(ahead), load.load_x(ahead);
         commit_copies();
         ahead = ahead + STAGE_BYTES == end ? memory : ahead + STAGE_BYTES;
@@ -246,10 +304,10 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
 #endif
 #pragma unroll
             for (int step = u * UNIT_STEPS; step < (u + 1) * UNIT_STEPS; step++) {
-                const uint4 words = load_shared16(stage + X_BYTES + ((at.wn * 4 + step) * 32 + lane) * 16);
+                const uint4 words = load_shared16(stage + X_BYTES + (at.wn * 4 + step) * 512 + lane16);
                 const u32 word[4] = {words.x, words.y, words.z, words.w};
                 u32 x[MT][2];
-                load_x(x, stage, at.wm * MT * 8, step, lane);
+                load_x(x, stage + x_at, step);
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     u32 a[4];
@@ -398,7 +456,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
     const Weight w{second ? arguments.w2.B : arguments.w.B, second ? arguments.w2.S : arguments.w.S,
                    second ? arguments.w2.delta : arguments.w.delta, nullptr};
     Loader load(p, w, row0, block64, at.wm, at.wn, lane, first);
-    team_product(acc, p, load, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
+    Meeting meet(at.team);
+    team_product(acc, p, load, meet, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
 
     float* tiles = (float*)memory;
     float* partials = p.partial + (i64)(tile - p.whole) * splits * BM * BN;
