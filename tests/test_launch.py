@@ -344,6 +344,14 @@ def test_scratch_of_a_capture_is_that_capture_s(gpu: Gpu) -> None:
     assert len({id(t) for t in found}) == 4
 
 
+def test_the_default_stream_is_never_captured(gpu: Gpu) -> None:
+    """So it is not asked about; while another stream is captured, to ask is an error (cudaStreamIsCapturing)."""
+    gpu.stream = 0
+    outside = launch.scratch_addresses(0, gpu.stream, 100, 1)
+    gpu.capture, gpu.device = 5, 1
+    assert launch.scratch_addresses(0, gpu.stream, 100, 1) == outside
+
+
 def test_scratch_while_another_device_is_current(gpu: Gpu) -> None:
     """Whether its stream is captured is asked of its device, and the other one is current again after."""
     gpu.device, gpu.capture = 1, 5
@@ -386,6 +394,28 @@ def test_a_kept_call_launches_by_addresses(
     assert (source == x.data_ptr()) == itself
     assert source % 16 == 0
     assert M == 1 or ldx == (K if itself else -(-K // 8) * 8)
+
+
+def test_a_kept_call_s_output_is_on_its_device(
+    addressed: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compiled graphs allocate with does so on the current device, which is asked at every call."""
+    x, current, made = torch.zeros(2, 3, 64), [1], list[Any]()
+
+    def empty(*given: Any) -> torch.Tensor:
+        made.append(given)
+        return torch.empty_strided(given[0], given[1], dtype=given[2])
+
+    monkeypatch.setattr(torch_op, "_guards", SimpleNamespace(_empty_strided_cuda=empty))
+    monkeypatch.setattr(torch_op, "_C", SimpleNamespace(_cuda_getDevice=lambda: current[0]))
+    packed: Any = SimpleNamespace(device=torch.device("cuda", 1), weight=SimpleNamespace(N=24))
+    call = torch_op._launched(packed, x.shape, x.dtype, torch_op._switches(), "tensor_core")
+    for current[0], on_it in ((1, True), (0, False), (1, True)):
+        made.clear()
+        y = call(x)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((2, 3, 24), x.dtype, True)
+        assert addressed[-1][1] == y.data_ptr()
+        assert made == ([((2, 3, 24), (72, 24, 1), x.dtype)] if on_it else [])
 
 
 def test_a_kept_call_follows_the_switches(

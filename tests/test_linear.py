@@ -10,6 +10,7 @@ import io
 import pickle
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -606,6 +607,86 @@ def test_zeros_that_are_in_no_memory(direct: list[bool]) -> None:
     m(x), m(x)
     assert torch.equal(m(torch._efficientzerotensor((1, 96))), m(torch.zeros(1, 96)))
     assert direct[2:] == [False, True]
+
+
+@needs_numba
+def test_a_kept_call_is_found_again_for_rows_like_its_own(direct: list[bool]) -> None:
+    """By turns: of other shapes, strides and dtypes, in inference mode and under autocast."""
+    m, x = layer(), rand(4, 96)
+    xs = [x[:1], x[:2], x[2:], x[:1, None], x[:1].bfloat16(), x.as_strided((1, 96), (7, 1)), x[:1].transpose(0, 1).t()]
+    wanted = [torch_op.product_without_gradient(x, *operands(m)) for x in xs]
+    for again in (1, 2, 2):
+        for given, y in zip(xs, wanted, strict=True):
+            for _ in range(again):
+                assert torch.equal(m(given), y)
+                with torch.inference_mode():
+                    assert (found := m(given)).is_inference()
+                    assert torch.equal(found, y)
+                with torch.autocast("cpu", BF16):
+                    assert torch.equal(m(given), y)
+                assert not m(given).is_inference()
+    assert all(direct)
+
+
+@needs_numba
+def test_the_long_way_to_a_kept_call_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more where the thread's mode has changed; a change of shape makes no new guard."""
+    m, (a, b), long, made = layer(), (rand(1, 96), rand(2, 96)), Counter[str](), torch_op._guard
+    monkeypatch.setattr(torch_op, "unwatched", lambda x, real=torch_op.unwatched: long.update(["way"]) or real(x))
+    monkeypatch.setattr(torch_op, "_guard", lambda x: long.update(["guard"]) or made(x))
+    for x in (a, b):
+        m(x), m(x), m(x)
+    seen = [dict(long)]
+    for x in (a, a, b, b, a, b, b):
+        m(x)
+    seen.append(dict(long))
+    with torch.inference_mode():
+        m(b), m(b)
+    seen.append(dict(long))
+    assert seen == [{"way": 3, "guard": 2}, {"way": 7, "guard": 2}, {"way": 8, "guard": 3}]
+
+
+@needs_numba
+def test_a_gradient_is_not_lost_after_calls_without_one(direct: list[bool]) -> None:
+    m, x = layer(), rand(1, 96).requires_grad_()
+    for grad in (False, False, False, True, False, True):
+        with torch.set_grad_enabled(grad):
+            assert m(x).requires_grad is grad
+    assert direct == [False, True, True, False, True, False]
+
+
+NO_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse, "compressed": Tensor.to_sparse_csr, "oneDNN": Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+}  # fmt: skip
+
+
+@needs_numba
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", NO_ROWS)
+def test_what_has_no_strides_is_refused(kind: str, direct: list[bool]) -> None:
+    """By torch, in words: to be asked for strides, some of these end the process (`torch_op._guard`)."""
+    m, x = layer(), rand(1, 96)
+    m(x), m(x)
+    assert direct == [False, True]
+    with pytest.raises(NotImplementedError, match="Could not run 'tinyloop::quant_gemm"):
+        m(NO_ROWS[kind](x))
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
+def test_a_weight_without_addresses() -> None:
+    """Where a mode or a transform stands in for the weight's tensors, whatever x is."""
+    m, x, mode = layer(), rand(1, 96), FakeTensorMode(allow_non_fake_inputs=True)
+    m(x), m(x)
+    scales = torch.stack([m.scale, 2 * m.scale])
+    both = torch.func.vmap(lambda scale: torch.func.functional_call(m, {"scale": scale}, x))(scales)
+    assert torch.equal(both[0], m(x))
+    for name in ("q", "scale", "zero", "bias"):
+        m._buffers[name] = mode.from_tensor(m._buffers[name])
+    assert type(m(mode.from_tensor(x))) is FakeTensor
+    with mode:
+        assert type(m(x)) is FakeTensor
 
 
 # ── on a GPU ───────────────────────────────────────────────────────────────────────────────────────────────────────

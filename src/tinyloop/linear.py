@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 from . import torch_op
@@ -215,7 +215,7 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
         b = self._buffers
         if (perm := b["perm"]) is not None:
             x = self._expected(x).index_select(-1, perm)  # which would take the first K of more
-        if not is_compiling():
+        if not is_dynamo_compiling():
             done = torch_op.at_once(x, b["q"], b["scale"], b["zero"], b["bias"], self._numbers)  # type: ignore[arg-type]
             if done is not None:
                 return done

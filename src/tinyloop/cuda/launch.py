@@ -198,7 +198,8 @@ def _name(result: int) -> str:
 
 def current_stream(device: int) -> int:
     """The handle of the device's current stream, looked up per call."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,8 @@ def scratch_addresses(device: int, stream: int, floats: int, counters: int) -> t
 
 def _capture_of(device: int, stream: int) -> int | None:
     """Which graph capture the device's current stream is in, if any."""
+    if stream == 0:  # the default stream, which CUDA captures never
+        return None
     if torch._C._cuda_getDevice() == device:  # the question is about the current device's
         capturing = torch._C._cuda_isCurrentStreamCapturing()
     else:
