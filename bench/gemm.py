@@ -223,12 +223,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cuda = device == "cuda"
     dtype = getattr(torch, options.dtype) if options.dtype else torch.float16 if cuda else dispatch.default_dtype()
-    shapes = [tuple(map(int, s.split("x"))) for s in options.shapes.split(",")] if options.shapes else None
-    rows = [int(m) for m in options.rows.split(",")] if options.rows else (ROWS if cuda else CPU_ROWS)
+    rows = options.rows or (ROWS if cuda else CPU_ROWS)
     print("| K×N | M | dense µs | INT4 µs | kernel | ratio | GB/s | of floor | error | dense error |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     results = []
-    for K, N in shapes or (SHAPES if cuda else CPU_SHAPES):
+    for K, N in options.shapes or (SHAPES if cuda else CPU_SHAPES):
         w = pack(weight(K, N, options.group, device))
         packs = copies(w) if cuda else [w]
         for M in rows:
@@ -282,10 +281,23 @@ def chart(source: str, target: str) -> None:
     figure.savefig(target, dpi=120)
 
 
+def count(text: str) -> int:
+    """A number of rows or columns, as an argument."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def size(text: str) -> tuple[int, int]:
+    """K and N of a weight, as an argument."""
+    K, _, N = text.partition("x")
+    return count(K), count(N)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", help="K×N as 4096x4096,…")
-    parser.add_argument("--rows", help="1,16,…")
+    parser.add_argument("--shapes", type=lambda text: [size(s) for s in text.split(",")], help="K×N as 4096x4096,…")
+    parser.add_argument("--rows", type=lambda text: [count(m) for m in text.split(",")], help="1,16,…")
     parser.add_argument("--group", type=int, default=128, help="group size; -1: one group over K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import tinyloop as tl
-from gemm import weight
+from gemm import count, size, weight
 from tinyloop import dispatch, torch_op
 from tinyloop.cuda import run
 from tinyloop.ops import problem
@@ -101,14 +101,14 @@ def measure(layer: tl.QuantLinear, x: Tensor) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", help="K×N as 4096x4096")
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--shape", type=size, help="K×N as 4096x4096")
+    parser.add_argument("--rows", type=count, default=1)
     parser.add_argument("--group", type=int, default=32)
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.float16) if cuda else ("cpu", torch.float32)
     torch.set_num_threads(1)
-    K, N = map(int, (options.shape or ("1024x1024" if cuda else "64x32")).split("x"))
+    K, N = options.shape or ((1024, 1024) if cuda else (64, 32))
     layer = tl.QuantLinear(weight(K, N, options.group, device), dtype)
     with torch.no_grad():
         us = measure(layer, torch.randn(options.rows, K, device=device).to(dtype))

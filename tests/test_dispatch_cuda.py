@@ -577,6 +577,12 @@ def test_hopper_choices_follow_the_measured_ones() -> None:
         assert str(choose_hopper(M, N, K, 128, 132)) == tile
 
 
+@pytest.mark.parametrize("G", [1, 8, 16, 24, 48])
+def test_a_group_that_no_stage_has_gets_a_plan(G: int) -> None:
+    """Weights of such groups have no device format; a problem made by hand need not say so."""
+    assert plan(problem(64, G=G), HOPPER).kernel == "hopper"
+
+
 def test_few_registers_leave_out_the_widest_tiles() -> None:
     """Parameters of small groups take registers that tiles of many columns and rows do not have."""
     assert str(choose_hopper(512, 6144, 2048, 32, 132)) != str(choose_hopper(512, 6144, 2048, 128, 132))

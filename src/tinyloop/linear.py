@@ -223,7 +223,8 @@ class QuantLinear(Canonical, nn.Linear):  # type: ignore[misc]  # weight is a pr
                 self._expected(x)
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
             raise InputError("x has a forward-mode derivative, which would be lost; take the reverse mode (backward)")
-        op = torch_op.product if x.requires_grad else torch_op.product_without_gradient
+        learns = x.requires_grad or (b["bias"] is not None and b["bias"].requires_grad)
+        op = torch_op.product if learns else torch_op.product_without_gradient
         y: Tensor = op(x, b["q"], b["scale"], b["zero"], b["bias"], self.K, self.group_size, self.bits)
         return y
 

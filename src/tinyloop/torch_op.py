@@ -41,13 +41,19 @@ _library.define(f"quant_gemm.inference(Tensor x, {_WEIGHT}, Tensor? bias, {_SHAP
 _library.define(f"quant_gemm_backward(Tensor g, {_WEIGHT}, {_SHAPE}) -> Tensor")
 
 
-@dataclass
 class Kept:
     """A call for few rows, with the kernel that the plan chose: planning and checking cost 10 µs, which matters where
-    products are small. `is_like` says whether x is such as came last by the long way (`_guard`)."""
+    products are small. `is_like` says whether x is such as came before by the long way (`_guard`)."""
 
-    call: Callable[[Tensor], Tensor]
-    is_like: Callable[[Tensor], bool] | None = None
+    def __init__(self, call: Callable[[Tensor], Tensor]):
+        self.call, self.misses = call, 0
+        self.is_like: Callable[[Tensor], bool] = lambda x: False
+
+    def learn(self, x: Tensor) -> None:
+        """Take x for the usual, after one, two, four, … that were not: kinds by turns would make guards for ever."""
+        self.misses += 1
+        if self.misses & (self.misses - 1) == 0:
+            self.is_like = _guard(x)
 
 
 @dataclass
@@ -116,43 +122,44 @@ def forget(q: Tensor) -> None:
 
 
 def at_once(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, numbers: Numbers) -> Tensor | None:
-    """The product by a kept call, or None where there is none for x or the op must be seen."""
+    """The product by a kept call, or None where there is none for x or the op must be seen: by a mode, a transform, a
+    tracer, a profiler, or autograd. Reads private names of torch, as nothing public says this."""
     if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _interpreter() is not None:
         return None  # here the weight may be without addresses as well
     if x.layout is not torch.strided or x.is_nested:  # of these `is_like` cannot be asked
         return None
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:  # of which no dispatch key tells
+    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:  # no dispatch key tells of them
         return None
     if torch.is_grad_enabled() and (
-        scale.requires_grad or zero.requires_grad or (bias is not None and bias.requires_grad)
+        x.requires_grad or scale.requires_grad or zero.requires_grad or (bias is not None and bias.requires_grad)
     ):
         return None
     held = _found(q, scale, zero, bias, numbers)
     if held is None:
         return None
     kept = held.latest
-    if kept is None or kept.is_like is None or not kept.is_like(x):
+    if kept is None or not kept.is_like(x):
         kept = _kept(x, held)
     return None if kept is None else kept.call(x)
 
 
 def _kept(x: Tensor, held: Held) -> Kept | None:
-    """The long way to a kept call, which leaves the short one behind."""
-    if not unwatched(x) or (x.requires_grad and torch.is_grad_enabled()):
-        return None
+    """The kept call for an x that is unlike the last one; the next like it finds it at once."""
     kept = held.few.get((x.shape, x.dtype, x.get_device()))
-    if kept is None or not x.is_contiguous():
+    if kept is None:
         return None
-    if (kept is held.latest or kept.is_like is None) and not x.requires_grad:
-        kept.is_like = _guard(x)  # again where x is of other strides, or the thread in another mode
+    if not kept.is_like(x):
+        if not unwatched(x) or not x.is_contiguous():
+            return None
+        kept.learn(x)
     held.latest = kept
     return kept
 
 
 def _guard(x: Tensor) -> Callable[[Tensor], bool]:
-    """Whether a tensor is like x, which is `unwatched`: of its type, dtype, device, sizes and strides, without grad,
-    and of its dispatch keys together with those of the thread, which tell of modes, transforms and tracers. It is what
-    torch.compile asks before it runs compiled code: one look of 0.14 µs, where `unwatched` and `few` take 0.9.
+    """Whether a tensor is like x, which is `unwatched`: of its type, dtype, device, sizes and strides, with grad or
+    without, and of its dispatch keys together with those of the thread, which tell of modes, transforms and tracers. It
+    is what torch.compile asks before it runs compiled code: one look of 0.14 µs.
 
     It asks for strides first, which sparse, oneDNN's and nested tensors refuse by an exception that ends the process.
     """
@@ -172,18 +179,9 @@ def _learn_plain(device: torch.device) -> None:
 
 
 def unwatched(x: Tensor) -> bool:
-    """Whether torch's dispatch of an op on x would come straight to its kernel: x is no more than memory, and no mode,
-    transform, tracer or profiler is there to see the op. Reads private names of torch, as nothing public says this."""
-    return (
-        type(x) is Tensor
-        and _dispatch_modes() == 0
-        and _function_modes() == 0
-        and _interpreter() is None
-        and _tracer() is None
-        and not profiler._is_profiler_enabled  # which lists ops
-        and forward_ad._current_level < 0
-        and _keys(x).raw_repr() in _plain
-    )
+    """Whether, beside what `at_once` asks first, torch's dispatch of an op on x would come straight to its kernel: x is
+    no more than memory, and no tracer is there to see the op."""
+    return _tracer() is None and _keys(x).raw_repr() in _plain
 
 
 _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack  # how many there are
@@ -284,6 +282,8 @@ def _gradient(g: Tensor, q: Tensor, scale: Tensor, zero: Tensor, K: int, group_s
 
 def _product_shape(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     K = rest[-3]
+    if x.device != q.device:  # torch takes a fake for the kernel of meta tensors, of which one is enough
+        raise InputError(f"x is on {x.device}, the weight on {q.device}")
     if x.shape[-1] != K:
         raise InputError(f"x has shape {list(x.shape)}; its last dimension must be K={K}")
     return x.new_empty(*x.shape[:-1], q.shape[1])

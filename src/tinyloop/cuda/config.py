@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 CHUNK = 64  # k per stage
 FIRST_CAPABILITY = (8, 0)  # cp.async, mma.sync of 16×8×16, and conversions of two floats at once
@@ -164,8 +165,8 @@ class HopperConfig:
         return 128 * (self.consumers + 1)
 
     def runs(self, group: int) -> int:
-        """Runs of parameters per stage for a group size, -1 for one group over K."""
-        return next(n for n in (1, 2, 4, 8) if group == -1 or group % (self.DEPTH // n) == 0)
+        """Runs of parameters per stage for a group size, -1 for one group over K; 0 for one that the format has not."""
+        return next((n for n in (1, 2, 4, 8) if group == -1 or group % (self.DEPTH // n) == 0), 0)
 
     def _bytes(self, scale32: bool, runs: int) -> tuple[int, int, int]:
         """Of a stage of x, of a stage of words, and of the rest."""
@@ -207,24 +208,30 @@ class HopperConfig:
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
 _BARRIERS = 512  # bytes: 16 for each stage of x, 24 for each of words, 8 for a cluster's sums
 
-# What a block takes for 64 k of a tile, in µs; whether clusters of four may divide its K; and how many runs of parameters
-# a stage may have before registers or shared memory are short. Measured on an H200, as the constants below are: a
-# least-squares fit to 678 timings (docs/log.md).
+
+class _Rated(NamedTuple):
+    tile: HopperConfig
+    step: float  # µs that a block takes for 64 k of it
+    clusters: bool  # whether clusters of four may divide its K
+    most_runs: int  # of parameters per stage, beyond which registers or shared memory are short
+
+
+# Measured on an H200, as the constants below are (docs/log.md).
 _HOPPER_TILES = (
-    (HopperConfig(32, 1, 256, TEAMS=2), 0.130, False, 8),
-    (HopperConfig(32, 2, 256), 0.231, True, 8),
-    (HopperConfig(64, 1, 256, TEAMS=2), 0.160, False, 8),
-    (HopperConfig(64, 2, 256), 0.292, True, 8),
-    (HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
-    (HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 4),
-    (HopperConfig(128, 2, 128), 0.454, False, 4),
-    (HopperConfig(128, 2, 256), 0.432, False, 2),
-    (HopperConfig(128, 3, 128), 0.633, False, 2),
-    (HopperConfig(256, 2, 128), 0.779, False, 4),
+    _Rated(HopperConfig(32, 1, 256, TEAMS=2), 0.130, False, 8),
+    _Rated(HopperConfig(32, 2, 256), 0.231, True, 8),
+    _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.160, False, 8),
+    _Rated(HopperConfig(64, 2, 256), 0.292, True, 8),
+    _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
+    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 4),
+    _Rated(HopperConfig(128, 2, 128), 0.454, False, 4),
+    _Rated(HopperConfig(128, 2, 256), 0.432, False, 2),
+    _Rated(HopperConfig(128, 3, 128), 0.633, False, 2),
+    _Rated(HopperConfig(256, 2, 128), 0.779, False, 4),
 )
 _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
 _CUT, _CLUSTER = 1.73, 0.30  # µs more where tiles are cut, where clusters divide K
-_SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece that is added, in a cluster
+_SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece added, in a cluster
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -236,10 +243,10 @@ def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> H
 def hopper_configs(K: int, group: int) -> list[tuple[HopperConfig, float]]:
     """Every tile for K as padded and a group size, with its µs per 64 k. Each block of a cluster has a chunk."""
     return [
-        (replace(c, SPLITS=splits), step)
-        for c, step, clusters, most_runs in _HOPPER_TILES
-        for splits in ((1, 4) if clusters else (1,))
-        if c.runs(group) <= most_runs and (splits == 1 or splits * c.DEPTH <= K)
+        (replace(rated.tile, SPLITS=splits), rated.step)
+        for rated in _HOPPER_TILES
+        for splits in ((1, 4) if rated.clusters else (1,))
+        if rated.tile.runs(group) <= rated.most_runs and (splits == 1 or splits * rated.tile.DEPTH <= K)
     ]
 
 

@@ -22,7 +22,8 @@ class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
         ("x", ctypes.c_uint64 * 16), ("words", ctypes.c_uint64 * 16), ("y", _p), ("partial", _p), ("arrived", _p),
         ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("groups", _i32), ("runs_per_group", _i32),
-        ("row_tiles", _i32), ("box_rows", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32), ("padding", ctypes.c_char * 60),
+        ("row_tiles", _i32), ("box_rows", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32),
+        ("padding", ctypes.c_char * 60),
     ]  # fmt: skip
 
 

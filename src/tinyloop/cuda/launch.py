@@ -247,7 +247,7 @@ def scratch_addresses(device: int, stream: int, floats: int, counters: int) -> t
 
 def _capture_of(device: int, stream: int) -> int | None:
     """Which graph capture the device's current stream is in, if any."""
-    if stream == 0:  # the default stream, which CUDA captures never
+    if stream == 0:  # the default stream cannot be captured
         return None
     if torch._C._cuda_getDevice() == device:  # the question is about the current device's
         capturing = torch._C._cuda_isCurrentStreamCapturing()

@@ -27,7 +27,7 @@
 #define BM 256   // rows of x per tile: 32, 64, 128 or 256
 #define CW 2     // consumer warpgroups along the columns, 64 each
 #define TEAMS 1  // of consumers, which divide the k of each stage, so that more warps decode
-#define DEPTH 64 // k per stage: 64, 128 or 256
+#define DEPTH 128 // k per stage, 128 or 256
 #define RUNS 1   // of parameters per stage: as many as groups may begin in it
 #define X_STAGES 4
 #define W_STAGES 5
@@ -66,7 +66,7 @@ struct Problem {
     float4* partial; // [pieces][OWN_QUADS][CONSUMER_THREADS]
     u32* arrived;    // [cut tiles][CONSUMERS], zero between launches
     int M, N;
-    int blocks64, chunks, groups, runs_per_group;
+    int blocks64, chunks, groups, runs_per_group;  // chunks: the last may reach beyond K, to zeros of x and words
     int row_tiles, box_rows;
     int whole;       // tiles that are dealt out whole
     int piece, total;  // chunks of the cut tiles: per block, at most a tile's, and altogether
@@ -269,7 +269,7 @@ DEVICE void init_words(u32 memory, int lane) {
     if (lane < W_STAGES) {
         barrier_init(memory + W_BARRIERS + lane * 16, 1);
         barrier_init(memory + W_BARRIERS + lane * 16 + 8, CONSUMERS * 4);
-        barrier_init(memory + READY_BARRIERS + lane * 8, 64);
+        barrier_init(memory + READY_BARRIERS + lane * 8, 64);  // all lanes: racecheck takes one's word for no other's
     }
     if (SPLITS > 1 && lane == 31) {
         barrier_init(memory + SUMS_BARRIER, 1);

@@ -47,6 +47,7 @@ constexpr int BM = WM * MT * 8, BN = WN * 64, TEAM = WM * WN * 32, THREADS = TEA
 constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = WN * CHUNK * 32;
 constexpr int PARAM_BYTES = SCALE_BYTES + DELTA_BYTES;  // of 64 columns
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES + WN * UNITS * PARAM_BYTES;
+static_assert(STAGE_BYTES % 128 == 0, "addresses within a row are swapped in place");
 constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writes free of bank conflicts
 
 // The tiles leave through the memory of the stages, in as many passes as that takes.
@@ -168,7 +169,7 @@ struct Loader {
     }
 
     DEVICE void load_x(u32 stage) {
-        const bool whole = k_left >= CHUNK;  // for all columns of x of the chunk, where it is for the first
+        const bool whole = k_left >= CHUNK;
 #pragma unroll
         for (int i = 0; i < X_PIECES; i++)
             if (whole && in_tile(i) && i < rows) copy_async(x_piece(stage, i), x + i * x_step);
@@ -200,7 +201,8 @@ struct Place {  // of a warp within its block
 };
 
 // Where the warps of a team wait for each other. A barrier in shared memory, because teams pass theirs a different number
-// of times, and of the chip's numbered ones racecheck (compute-sanitizer) then loses count.
+// of times, and of the chip's numbered ones racecheck (compute-sanitizer) then loses count. On Hopper it costs nothing that
+// could be measured; on chips of 8.x, which have no wait that sleeps, it was not.
 struct Meeting {
     u32 at, parity = 0;
 
@@ -229,7 +231,7 @@ DEVICE u32 x_lane(int lane) {
 
 // The step's 16 k of `TILES` tiles of rows, from where the lane begins.
 template <int TILES> DEVICE void load_x(u32 (&x)[TILES][2], u32 at, int step) {
-    at ^= step << 5;  // two units on, and swapped
+    at ^= step << 5;  // two units on, and swapped: bits 5 and 6 are the units' alone, as rows and stages are of 128 bytes
     if constexpr (TILES == 1) {
         load_matrices(x[0], at);
     } else {
