@@ -137,6 +137,9 @@ def test_an_embedding_looks_up_rows_of_its_view(bits: int, perm: bool) -> None:
     assert isinstance(m, nn.Embedding)
     dense = nn.Embedding(50, 32, padding_idx=3)
     assert QuantEmbedding.from_embedding(dense, QuantSpec(16)).padding_idx == 3
+    for token in (-1, m.N):
+        with pytest.raises(RuntimeError, match="out of DATA bounds"):
+            m(torch.tensor([token]))
     with pytest.raises(InputError, match=r"max_norm=1.0: the table rescales"):
         QuantEmbedding.from_embedding(nn.Embedding(5, 32, max_norm=1.0))
 

@@ -255,11 +255,12 @@ class QuantEmbedding(Canonical, nn.Embedding):  # type: ignore[misc]  # weight i
 
     def forward(self, tokens: Tensor) -> Tensor:  # int [...] → [..., K]
         n = tokens.reshape(-1)
-        codes = self.q[:, n]
+        codes = self.q.index_select(1, n)  # which refuses token −1, as nn.Embedding does
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=1).flatten(0, 1)[: self.K]
         group = torch.arange(self.K, device=n.device) // self.group_size
-        rows = codes.float() * self.scale[:, n].float()[group] + self.zero[:, n].float()[group]  # [K, tokens]
+        scale, zero = (t.index_select(1, n).float()[group] for t in (self.scale, self.zero))
+        rows = codes.float() * scale + zero  # [K, tokens]
         if (perm := self._buffers["perm"]) is not None:
             rows = torch.empty_like(rows).index_copy_(0, perm.long(), rows)
         return rows.t().to(self.like.dtype).reshape(*tokens.shape, self.K)
