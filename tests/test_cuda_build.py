@@ -1,8 +1,7 @@
 """Every GPU kernel compiled for every chip without a GPU: no error, no warning, no register spilled, no local memory.
 
-What is compiled: each kernel file with every combination of its macros for every chip; but of the tensor-core kernels,
-for each chip, the tiles that `config.choose` may give there. A tile's flags are not the full product: all chips that
-may choose the tile see together a set in which every two values of two flags meet.
+What is compiled: each kernel file with every combination of its macros for every chip; of the tensor-core kernels, for
+each chip, every combination of flags of the tiles that `config.choose` and `config.choose_hopper` may give there.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +28,6 @@ from tinyloop.cuda.config import KINDS, Config, hopper_configs, hopper_variants,
 from tinyloop.cuda.gemm import defines
 
 CHIPS = {build.arch(chip.capability): chip for chip in KINDS}
-TILES = {tile: [arch for arch, chip in CHIPS.items() if tile in variants([chip])] for tile in variants()}
 ENTRIES = {
     "tensor_core": {"tensor_core"},
     "hopper": {"hopper"},
@@ -51,28 +50,13 @@ def tool(name: str) -> str:
     return found
 
 
-def flags_of(config: Config) -> list[Flags]:
-    """What one tile may be compiled with. COLUMN is one group over K, so groups cannot begin in the middle of a chunk;
-    a PAIR shares the block between warps of two weights, and is never SYMMETRIC."""
+def flags_of(pair: bool) -> list[Flags]:
+    """What a tile may be compiled with. COLUMN is one group over K, so groups cannot begin in the middle of a chunk; a
+    pair is never SYMMETRIC."""
     layouts = [{"HALVES": 0, "COLUMN": 0}, {"HALVES": 1, "COLUMN": 0}, {"HALVES": 0, "COLUMN": 1}]
-    uses = [{"SYMMETRIC": 0, "PAIR": 0}, {"SYMMETRIC": 1, "PAIR": 0}, {"SYMMETRIC": 0, "PAIR": 1}]
-    if config.WN % 2:
-        uses.pop()
+    uses = [{"SYMMETRIC": 0, "PAIR": 1}] if pair else [{"SYMMETRIC": 0, "PAIR": 0}, {"SYMMETRIC": 1, "PAIR": 0}]
     rest = [{"BF16": bf16, "SCALE32": scale32} for bf16 in (0, 1) for scale32 in (0, 1)]
     return [layout | use | other for layout in layouts for use in uses for other in rest]
-
-
-def meetings(flags: Flags) -> set[tuple[tuple[str, int], ...]]:
-    return set(itertools.combinations(sorted(flags.items()), 2))
-
-
-def covering(rows: list[Flags]) -> list[Flags]:
-    """Rows in which every two values meet that meet at all, the row with the most new meetings first."""
-    left, chosen = set[Any]().union(*map(meetings, rows)), list[Flags]()
-    while left:
-        chosen.append(max(rows, key=lambda row: len(left & meetings(row))))
-        left -= meetings(chosen[-1])
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -109,25 +93,19 @@ class Built:
 
 
 def tensor_core_jobs() -> Iterator[Job]:
-    for i, (tile, chips) in enumerate(TILES.items()):
-        rows = covering(flags_of(tile))
-        for j in range(max(len(rows), len(chips))):
-            macros = defines(tile, **{k: bool(v) for k, v in rows[j % len(rows)].items()})
-            yield Job("tensor_core", tuple(macros.items()), chips[(i + j) % len(chips)], tile.threads, tile)
+    for (arch, chip), pair in itertools.product(CHIPS.items(), (False, True)):
+        for tile, flags in itertools.product(variants([chip], [pair]), flags_of(pair)):
+            macros = defines(tile, **{k: bool(v) for k, v in flags.items()})
+            yield Job("tensor_core", tuple(macros.items()), arch, tile.threads, tile)
 
 
 def hopper_jobs() -> Iterator[Job]:
-    """Every two values of two flags of a tile meet in it; where a cluster divides K, in two variants of it each."""
-    for i, tile in enumerate(hopper_variants()):
+    two = (False, True)
+    for tile in hopper_variants():
         groups = [G for G in (32, 64, 128, 256) if tile in dict(hopper_configs(1 << 20, G))]
-        layouts = [*((runs, 0) for runs in sorted({tile.runs(G) for G in groups})), (1, 1)]  # runs, COLUMN
-        two = (0, 1)
-        rows = covering(
-            [{"runs": r, "COLUMN": c, "BF16": b, "SCALE32": s} for (r, c) in layouts for b in two for s in two]
-        )
-        for j in range(len(rows) if tile.SPLITS == 1 else 2):
-            flags = dict(rows[(i + j) % len(rows)])
-            macros = hopper.defines(tile, flags.pop("runs"), **{k: bool(v) for k, v in flags.items()})
+        layouts = [*((runs, False) for runs in sorted({tile.runs(G) for G in groups})), (1, True)]
+        for (runs, column), bf16, scale32 in itertools.product(layouts, two, two):
+            macros = hopper.defines(tile, runs, COLUMN=column, BF16=bf16, SCALE32=scale32)
             yield Job("hopper", tuple(macros.items()), "sm_90a", tile.threads)
 
 
@@ -151,8 +129,9 @@ def jobs() -> list[Job]:
 
 
 def resources(code: bytes, folder: Path) -> tuple[tuple[str, Use], ...]:
-    path = folder / f"{hash(code):x}.cubin"
-    path.write_bytes(code)
+    with tempfile.NamedTemporaryFile(suffix=".cubin", dir=folder, delete=False) as file:  # two variants may be the same
+        file.write(code)
+    path = Path(file.name)
     text = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+) CONSTANT\[0\]:(\d+)", text
@@ -160,8 +139,9 @@ def resources(code: bytes, folder: Path) -> tuple[tuple[str, Use], ...]:
     return tuple((name, Use(*map(int, numbers))) for name, *numbers in found)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Built]:
+@pytest.fixture(scope="module", params=CHIPS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Built]:
+    """Every variant for one chip."""
     if reason := build.missing():
         pytest.skip(f"nothing compiles here: {reason}")
     tool("cuobjdump")
@@ -175,7 +155,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Built]:
             return Built(error=str(e), log=log.getvalue())
         return Built(code, log.getvalue(), uses=resources(code, folder))
 
-    work = jobs()
+    work = [job for job in jobs() if job.arch == request.param]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC runs without the interpreter's lock
         return dict(zip(work, pool.map(one, work), strict=True))
 
@@ -203,13 +183,11 @@ def test_registers_and_static_shared_memory_leave_room_to_launch(built: dict[Job
 
 
 def test_no_load_or_store_of_local_memory_in_the_machine_code(built: dict[Job, Built], tmp_path: Path) -> None:
-    """The same, seen in the instructions: for each chip, of the variant that has the fewest registers to spare."""
-    for arch in CHIPS:
-        on_chip = {job: b for job, b in built.items() if job.arch == arch and b.uses}
-        tightest = max(on_chip, key=lambda job: max(use.registers for _, use in on_chip[job].uses))
-        sass = instructions(on_chip[tightest].code, tmp_path)
-        assert "MMA" in sass  # it is a listing
-        assert not local_accesses(sass), tightest
+    """The same, seen in the instructions of the variant that has the fewest registers to spare."""
+    tightest = max(built, key=lambda job: max(use.registers for _, use in built[job].uses))
+    sass = instructions(built[tightest].code, tmp_path)
+    assert "MMA" in sass  # it is a listing
+    assert not local_accesses(sass), tightest
 
 
 def instructions(code: bytes, folder: Path) -> str:
@@ -242,9 +220,13 @@ def test_the_checks_see_a_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "never referenced" in log.getvalue()
 
 
+LAUNCH_BYTES = {"sm_80": 352, "sm_90a": 528}  # constants of bank 0 that are the launch's own
+
+
+@pytest.mark.parametrize("built", LAUNCH_BYTES, indirect=True)
 def test_python_and_kernels_agree_on_the_size_of_arguments(built: dict[Job, Built]) -> None:
-    """Constants of bank 0 are 352 bytes of the launch's own on 8.0, or 528 on 9.0, and then the arguments, which begin
-    where their alignment wants them: at 576 where that is 64."""
+    """After the launch's own constants come the arguments, which begin where their alignment wants them: on 9.0 at 576
+    where that is 64."""
     structs = {
         "tensor_core": gemm._Arguments,
         "hopper": hopper._Arguments,
@@ -254,25 +236,33 @@ def test_python_and_kernels_agree_on_the_size_of_arguments(built: dict[Job, Buil
         "dequantize": paths._Dequantize,
         "unpack": paths._Unpack,
     }
-    uses = {(job.arch, name): use for job, b in built.items() for name, use in b.uses}
-    seen = {name: use.constants - 352 for (arch, name), use in uses.items() if arch == "sm_80"}
-    seen["hopper"] = uses["sm_90a", "hopper"].constants - 576
-    assert seen == {name: ctypes.sizeof(struct) for name, struct in structs.items()}
+    arch = next(iter(built)).arch
+    seen = {(name, use.constants - LAUNCH_BYTES[arch]) for b in built.values() for name, use in b.uses}
+    want = {name: ctypes.sizeof(struct) for name, struct in structs.items()}
+    if arch == "sm_90a":
+        want["hopper"] += 576 - LAUNCH_BYTES[arch]
+    else:
+        del want["hopper"]
+    assert seen == set(want.items())
 
 
 def test_the_set_of_variants() -> None:
-    """Each tile meets each of its chips, every two values of its flags each other, and every flag every chip."""
+    """Each tile for each of its chips with all its flags, once; every flag for every chip."""
     assert list(CHIPS) == ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
-    work, seen = list(tensor_core_jobs()), set[Any]()
-    for tile, chips in TILES.items():
-        own = [job for job in work if job.tile == tile]
-        assert {job.arch for job in own} == set(chips)
-        names = set(flags_of(tile)[0])
-        met = set[Any]().union(*(meetings({k: v for k, v in job.macros if k in names}) for job in own))
-        assert met == set[Any]().union(*map(meetings, flags_of(tile)))
-        seen |= {(job.arch, flag, value) for job in own for flag, value in job.macros if value in (0, 1)}
+    work = list(tensor_core_jobs())
+    assert len(work) == len(set(work))
+    for arch, chip in CHIPS.items():
+        own = Counter(job.tile for job in work if job.arch == arch)
+        both = [set(variants([chip], [pair])) for pair in (False, True)]
+        assert own == {tile: 24 * (tile in both[0]) + 12 * (tile in both[1]) for tile in variants([chip])}
+    seen = {(job.arch, flag, value) for job in work for flag, value in job.macros if value in (0, 1)}
     flags = ("BF16", "SCALE32", "COLUMN", "HALVES", "SYMMETRIC", "PAIR", "DECODE")
     assert seen >= set(itertools.product(CHIPS, flags, (0, 1)))
+    tiles = Counter(
+        tuple(dict(job.macros)[k] for k in ("BM", "CW", "TEAMS", "SPLITS", "DEPTH")) for job in hopper_jobs()
+    )
+    assert len(tiles) == len(hopper_variants())
+    assert min(tiles.values()) >= 8
 
 
 def test_every_kernel_file_is_compiled() -> None:

@@ -581,8 +581,8 @@ def test_command_warns_by_name(dense: tl.Checkpoint, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--group", "x"), "--group: 'x' is no group; give a whole number, or K for one group per column"),
-        (("--group", 0), "group_size=0 must be ≥ 1"),
+        (("--group", "x"), "--group: 'x' is no group; give a whole number from 1 on, or K for one group per column"),
+        (("--group", "0"), "--group: '0' is no group; give a whole number from 1 on, or K for one group per column"),
         (("--zero", "none"), "--zero none is none of float, integer"),
         (("--channel", "none"), "channel='none' is none of None, 'sign_bit', 'frac4'"),
         (("--method", "awq"), "method='awq' is none of"),

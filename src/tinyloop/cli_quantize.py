@@ -99,8 +99,8 @@ def _settings(spec: QuantSpec, method: str, rules: list[str]) -> Settings:
 def _group(text: str, flag: str) -> int | None:
     if text.upper() == "K":
         return None
-    if not text.isdecimal():
-        raise InputError(f"{flag}: {text!r} is no group; give a whole number, or K for one group per column")
+    if not text.isdecimal() or int(text) == 0:
+        raise InputError(f"{flag}: {text!r} is no group; give a whole number from 1 on, or K for one group per column")
     return int(text)
 
 

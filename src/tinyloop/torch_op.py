@@ -25,6 +25,7 @@ from torch import _C
 from torch.autograd import forward_ad, profiler
 
 from . import dispatch
+from .cuda.config import KEPT_ROWS
 from .dispatch import plan, use_marlin
 from .errors import InputError
 from .ops import calls, problem, quant_gemm
@@ -72,8 +73,6 @@ class Held:
     few: dict[tuple[torch.Size, torch.dtype, int], Kept] = field(default_factory=dict)
     latest: Kept | None = None
 
-
-FEW = 64  # rows up to which calls are kept, as cuda/run.py keeps their arguments
 
 Numbers = tuple[int, int, int, int]  # K, group size, bits, N: tensors that begin at one address may be of two weights
 
@@ -204,7 +203,7 @@ def _planned(x: Tensor, held: Held) -> Tensor:
     """The whole way, with every check; where the plan was a kernel for few rows, the next time goes straight there."""
     y, on = quant_gemm(x.detach(), held.pack), _switches()
     M = x.numel() // x.shape[-1]
-    if 0 < M <= FEW:
+    if 0 < M <= KEPT_ROWS:
         _learn_plain(x.device)
         kernel = plan(problem(held.pack, M, x.dtype)).kernel
         if kernel == "panel" and x.dtype != torch.float16:

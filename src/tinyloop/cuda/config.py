@@ -7,12 +7,14 @@ Needs no GPU and no torch, so that plans can be made, tested and explained anywh
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 CHUNK = 64  # k per stage
 FIRST_CAPABILITY = (8, 0)  # cp.async, mma.sync of 16×8×16, and conversions of two floats at once
+KEPT_ROWS = 64  # up to which a product's arguments are kept, and the call of the op that has it
 _SPARE = 2 << 10  # bytes of shared memory per block that the driver and static variables take
 
 
@@ -275,11 +277,12 @@ KINDS = tuple(
 )  # fmt: skip
 
 
-def variants(chips: Iterable[Chip] = KINDS) -> list[Config]:
-    """Every configuration that `choose` may give on one of the chips, but for the number of slices."""
+def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True)) -> list[Config]:
+    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
+    number of slices."""
     found = {
         replace(choose(M, N, 8192, on, pair), splits=1)
-        for on in chips for pair in (False, True)
+        for on, pair in itertools.product(chips, pairs)
         for M, _, _ in _TILES for N in {max(columns, 64) for _, columns, _ in _TILES}
     }  # fmt: skip
     return sorted(found, key=str)

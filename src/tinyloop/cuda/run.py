@@ -13,6 +13,7 @@ from ..dispatch_cuda import INT4_KERNELS
 from ..marlin import MarlinWeight
 from ..weight import QuantWeight
 from . import gemm, hopper, paths
+from .config import KEPT_ROWS
 from .launch import chip, scratch_floats
 from .ready import Ready
 
@@ -23,7 +24,6 @@ Tensor = torch.Tensor
 log = logging.getLogger("tinyloop")
 PAIR_ROWS = 4096  # rows at a time of the correction pair, whose product stands in fp32 between its kernels
 CROSS_ITER_ROWS = 8  # up to which an iteration's rounding is computed on the way, not as a dense weight
-KEPT_ROWS = 64  # up to which a product's arguments are kept
 _said: set[str] = set()  # devices whose first product has been logged
 
 
