@@ -45,12 +45,12 @@ LIMITS = {"NVIDIA H200": (4.47e12, 690e12)}  # bytes/s read and dense fp16 FLOP/
 Call = Callable[[], Any]
 
 
-def weight(K: int, N: int, G: int, device: str) -> QuantWeight:
-    """Codes, scales and zeros at random, zeros on either side of the middle."""
+def weight(K: int, N: int, G: int, device: str, scale_dtype: torch.dtype = torch.float16) -> QuantWeight:
+    """Codes, scales and zeros at random, zeros on either side of the middle; scales that `scale_dtype` holds."""
     g = torch.Generator().manual_seed(K + N)
     G = K if G < 1 else G
     groups = -(-K // G)
-    scale = ((0.5 + torch.rand(groups, N, generator=g)) * (12 / K) ** 0.5 / 16).half().float()
+    scale = ((0.5 + torch.rand(groups, N, generator=g)) * (12 / K) ** 0.5 / 16).to(scale_dtype).float()
     zero = (-(7.5 + 4 * torch.rand(groups, N, generator=g) - 2) * scale).half().float()
     q = torch.randint(0, 16, (K, N), generator=g, dtype=torch.uint8)
     return QuantWeight.from_codes(q, scale, zero, G).to(device)
@@ -154,7 +154,7 @@ def composed(x: Tensor, w: PackedWeight) -> Tensor:
 
 
 def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | None, Callable[[PackedWeight], Tensor]]]:
-    """(tile, µs by the cost model, product) for each tile of a kernel; tensor_core's has its slices of K to choose."""
+    """(tile, µs by the cost model, product) for each tile of a kernel, tensor_core's cut along K in every way."""
     m, on = w.marlin(), dispatch.chip(x.device)
     if kernel == "hopper":
         sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
@@ -163,8 +163,13 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
             for c, step in config.hopper_configs(m.Kp, m.group_size)
         ]
     chosen = config.choose(x.shape[0], m.Np, m.Kp, on)
-    cut = [dataclasses.replace(chosen, splits=s) for s in (1, 2, 4, 8) if s * chosen.WK * config.CHUNK <= m.Kp]
-    return [(c, None, lambda p, c=c: gemm.product(x, p.marlin(), config=c)) for c in cut]
+    cut = {
+        dataclasses.replace(tile, splits=splits, cluster=cluster and splits > 1)
+        for tile in config.variants((on,), (False,)) if tile.MT == chosen.MT
+        for splits in (1, 2, 4, 8) if splits * tile.WK * config.CHUNK <= m.Kp
+        for cluster in (False, on.capability == (9, 0))
+    }  # fmt: skip
+    return [(c, None, lambda p, c=c: gemm.product(x, p.marlin(), config=c)) for c in sorted(cut | {chosen}, key=str)]
 
 
 def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], options: argparse.Namespace) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     print("|---|---|---|---|---|---|---|---|---|---|")
     results = []
     for K, N in options.shapes or (SHAPES if cuda else CPU_SHAPES):
-        w = pack(weight(K, N, options.group, device))
+        w = pack(weight(K, N, options.group, device, getattr(torch, options.scales)))
         packs = copies(w) if cuda else [w]
         for M in rows:
             x = torch.randn(M, K, device=device).to(dtype)
@@ -300,6 +305,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [count(m) for m in text.split(",")], help="1,16,…")
     parser.add_argument("--group", type=int, default=128, help="group size; -1: one group over K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
+    parser.add_argument("--scales", choices=("float16", "bfloat16"), default="float16", help="what holds the scales")
     parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")
     parser.add_argument("--tiles", action="store_true", help="time every tile of the chosen kernel too")
     parser.add_argument("--pair", action="store_true", help="time the correction pair against the symmetric product")

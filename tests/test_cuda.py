@@ -256,12 +256,13 @@ def test_ker08_a_row_alone_and_among_others() -> None:
     takes another tile for another number of rows, and then only the errors are alike."""
     w = weight(4096, 328, 128)
     p, m, x = pack(w), MarlinWeight.of(w), activations(257, 4096, 0.0, torch.float16)
-    fold, decode = (replace(choose(M, m.Np, m.Kp, launch.chip(0)), splits=4) for M in (16, 64))
-    assert (fold.DECODE, decode.DECODE) == (False, True)
-    products: list[Product] = [
-        lambda x, m: gemm.product(x, m, config=fold), lambda x, m: gemm.product(x, m, config=decode),
-        lambda x, m: paths.native(x, w, None),
-    ]  # fmt: skip
+    chosen = [replace(choose(M, m.Np, m.Kp, launch.chip(0)), splits=4, cluster=False) for M in (16, 64)]
+    assert [c.DECODE for c in chosen] == [False, True]
+    products: list[Product] = [lambda x, m: paths.native(x, w, None)]
+    if torch.cuda.get_device_capability() == HOPPER:
+        chosen += [replace(c, cluster=True) for c in chosen]
+    for c in chosen:
+        products.append(lambda x, m, c=c: gemm.product(x, m, config=c))  # type: ignore[misc]
     if torch.cuda.get_device_capability() == HOPPER:
         for tile in hopper_variants():
             whole = replace(tile, least=1 << 20)
@@ -330,26 +331,27 @@ def test_num07_one_large_input(scale: float) -> None:
                 assert bool((y == sign * float("inf")).all())
 
 
-def units_off(y: Tensor, want: Tensor, x: Tensor) -> float:
-    """Units of the last place in bf16 by which y is off, beyond what sums in fp32 may lose where |W| < 1."""
-    unit = torch.exp2(want.abs().log2().floor() - 7).clamp_min(2**-14)
+def units_off(y: Tensor, want: Tensor, x: Tensor, bits: int) -> float:
+    """Units of the last of `bits` places by which y is off, beyond what sums in fp32 may lose where |W| < 1."""
+    unit = torch.exp2(want.abs().log2().floor() - bits).clamp_min(2**-14)
     lost = 2**-22 * x.double().abs().sum(1, keepdim=True)
     off = float((((y.double() - want).abs() - lost) / unit).max())
     return off if off == off else float("inf")
 
 
-def test_num08_large_activations_in_bf16() -> None:
-    """One value beyond fp16, at every branch of the dispatcher and on a kept dense copy: within a unit of the last
-    place, or as torch's own product. W is exact in bf16."""
+@pytest.mark.parametrize(("dtype", "large", "bits"), [(torch.bfloat16, 131072.0, 7), (torch.float16, 60000.0, 10)])
+def test_num08_one_large_activation(dtype: torch.dtype, large: float, bits: int) -> None:
+    """One value beyond fp16, or near its end, at every branch of the dispatcher and on a kept dense copy: within a unit
+    of the last place, or as torch's own product. W is exact."""
     w = whole_weight(512, 64, 128)
-    W, bias = w.dequantize(torch.bfloat16).t().contiguous(), w.bias.to(torch.bfloat16)
-    for M in (1, 63, 64, 65, 1024):
-        x = activations(M, 512, 0.0, torch.bfloat16)
-        x[0, 0] = 131072.0
+    W, bias = w.dequantize(dtype).t().contiguous(), w.bias.to(dtype)
+    for M in (1, 16, 17, 63, 64, 65, 1024):
+        x = activations(M, 512, 0.0, dtype)
+        x[0, 0] = large
         want = want64(x, w)
-        plain = units_off(torch.nn.functional.linear(x, W, bias), want, x)
+        plain = units_off(torch.nn.functional.linear(x, W, bias), want, x, bits)
         for p in (pack(w), pack(w, keep_dense=True)):
-            assert units_off(tl.quant_gemm(x, p), want, x) <= max(1, plain)
+            assert units_off(tl.quant_gemm(x, p), want, x, bits) <= max(1, plain)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)

@@ -38,6 +38,7 @@ ENTRIES = {
 STATIC_SHARED = 2 << 10  # bytes beside the stages that `config.choose` leaves room for
 REGISTERS = 1 << 16  # of a multiprocessor, whatever the chip
 Flags = dict[str, int]
+NUMBERS: list[Flags] = [{"BF16": bf16, "SCALE32": scale32} for bf16 in (0, 1) for scale32 in (0, 1)]  # x; the scales
 
 
 def tool(name: str) -> str:
@@ -55,8 +56,7 @@ def flags_of(pair: bool) -> list[Flags]:
     pair is never SYMMETRIC."""
     layouts = [{"HALVES": 0, "COLUMN": 0}, {"HALVES": 1, "COLUMN": 0}, {"HALVES": 0, "COLUMN": 1}]
     uses = [{"SYMMETRIC": 0, "PAIR": 1}] if pair else [{"SYMMETRIC": 0, "PAIR": 0}, {"SYMMETRIC": 1, "PAIR": 0}]
-    rest = [{"BF16": bf16, "SCALE32": scale32} for bf16 in (0, 1) for scale32 in (0, 1)]
-    return [layout | use | other for layout in layouts for use in uses for other in rest]
+    return [layout | use | numbers for layout in layouts for use in uses for numbers in NUMBERS]
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,11 @@ def tensor_core_jobs() -> Iterator[Job]:
 
 
 def hopper_jobs() -> Iterator[Job]:
-    two = (False, True)
     for tile in hopper_variants():
         groups = [G for G in (32, 64, 128, 256) if tile in dict(hopper_configs(1 << 20, G))]
         layouts = [*((runs, False) for runs in sorted({tile.runs(G) for G in groups})), (1, True)]
-        for (runs, column), bf16, scale32 in itertools.product(layouts, two, two):
-            macros = hopper.defines(tile, runs, COLUMN=column, BF16=bf16, SCALE32=scale32)
+        for (runs, column), numbers in itertools.product(layouts, [*NUMBERS, {"BF16": 1, "SCALE32": 0, "COARSE": 1}]):
+            macros = hopper.defines(tile, runs, COLUMN=column, **{k: bool(v) for k, v in numbers.items()})
             yield Job("hopper", tuple(macros.items()), "sm_90a", tile.threads)
 
 

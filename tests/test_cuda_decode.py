@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,30 @@ Pair = tuple[Array, Array]  # the low and the high half of a register
 
 
 @cache
-def body(file: str, head: str, bf16: bool) -> str:
+def preprocessed(file: str, **macros: bool) -> str:
+    """A file's lines that a compiler sees where the macros that are not given are 0."""
+    kept, taken = list[str](), list[bool]()
+    for line in (KERNELS / file).read_text("utf-8").splitlines():
+        words = re.sub(r"//.*", "", line).split()
+        if words[:1] in (["#if"], ["#ifndef"]):
+            condition = re.sub(r"\w+", lambda m: str(macros.get(m[0], False)), " ".join(words[1:]))
+            condition = condition.replace("&&", "and").replace("!", "not ")
+            taken.append(words[0] == "#ifndef" or bool(eval(condition)))
+        elif words[:1] == ["#else"]:
+            taken[-1] = not taken[-1]
+        elif words[:1] == ["#endif"]:
+            taken.pop()
+        elif all(taken):
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def body(file: str, head: str, bf16: bool, **macros: bool) -> str:
     """What stands between the braces of the function that begins with `head`, for one 16-bit type."""
-    text = (KERNELS / file).read_text("utf-8")
+    text = preprocessed(file, BF16=bf16, **macros)
     assert text.count(head) == 1, f"{file} has {text.count(head)} functions that begin with {head!r}"
     inside = text[text.index(head) + len(head) :]
     inside = re.split(r"^}|(?<=;) }\n", inside[inside.index("{") + 1 :], maxsplit=1, flags=re.M)[0]
-    inside = re.sub(r"#if BF16\n(.*?)#else\n(.*?)#endif\n", r"\1" if bf16 else r"\2", inside, flags=re.S)
     return re.sub(r"//.*", "", inside)
 
 
@@ -46,8 +63,7 @@ def python(c: str) -> list[str]:
     """Statements of C as statements of Python."""
     c = re.sub(r"\b(\w+)<([^<>()]+)>\(", r"\1(\2, ", c)  # template arguments come first
     c = re.sub(r"\b(\d+\.\d*)f\b", r"\1", c)
-    c = re.sub(r"\bAffine\{(.*)\};", r"Affine(\1);", c)
-    c = re.sub(r"\bCentred c;", "c = Centred();", c)
+    c = re.sub(r"\bColumn\{(.*)\};", r"Column(\1);", c)
     c = re.sub(r"\b(const )?(u32|float|int) (?=\w+ =)", "", c)
     c = re.sub(r",\s+(?=\w+ = )", ";", c)  # of one declaration
     return [statement.strip() for statement in c.split(";") if statement.strip()]
@@ -66,24 +82,19 @@ def evaluate(c: str, names: dict[str, Any]) -> Any:
     return names
 
 
-@dataclass
-class Affine:
-    step: Array
-    base: Array
+class Column:
+    """A column's parameters: two numbers for arithmetic in fp32, four pairs for that in 16 bits."""
 
+    def __init__(self, *given: Any):
+        self.given = given
+        names = ("step", "base") if len(given) == 2 else ("scale", "rest", "minus", "fine")
+        vars(self).update(zip(names, given, strict=True))
+        self.minus_high = given[-1]  # what fp16 has in place of `fine`
 
-@dataclass
-class Centred:
-    scale: Any = None  # pairs
-    rest: Any = None
-    minus: Any = None
-    minus_high: Any = None
-    fine: Any = None
-
-    def of_columns(self, i: int) -> Centred:
+    def of_columns(self, i: int) -> Column:
         """Of column i of each lane, shaped as the words are."""
-        given = {k: v for k, v in vars(self).items() if v is not None}
-        return Centred(**{k: (low[..., i], high[..., i]) for k, (low, high) in given.items()})
+        pairs = len(self.given) == 4
+        return Column(*((v[0][..., i], v[1][..., i]) if pairs else v[..., i] for v in self.given))
 
 
 def byte_perm(x: Array, y: int, selector: int) -> Array:
@@ -107,7 +118,7 @@ def number_of_halves(bf16: bool) -> Callable[[Array], Pair]:
     return read
 
 
-def intrinsics(bf16: bool) -> dict[str, Any]:
+def intrinsics(bf16: bool, **macros: bool) -> dict[str, Any]:
     read = number_of_halves(bf16)
 
     def halves(register: Array | Pair) -> Pair:  # a word, or what an intrinsic made
@@ -122,12 +133,12 @@ def intrinsics(bf16: bool) -> dict[str, Any]:
 
     def weights2(*arguments: Any) -> Pair:
         i, j, bytes_, c = arguments
-        inside = body("weight.cuh", "DEVICE u32 weights2(u32 bytes, Affine c)", bf16)
+        inside = body("weight.cuh", "DEVICE u32 weights2(u32 bytes, Column c)", bf16, **macros)
         return evaluate(inside, names | {"I": i, "J": j, "bytes": bytes_, "c": c})  # type: ignore[no-any-return]
 
     def called(head: str, *parameters: str) -> Callable[..., Any]:
         return lambda *given: evaluate(
-            body("weight.cuh", head, bf16), names | dict(zip(parameters, given, strict=True))
+            body("weight.cuh", head, bf16, **macros), names | dict(zip(parameters, given, strict=True))
         )
 
     def reciprocal(v: Array) -> Array:
@@ -139,19 +150,22 @@ def intrinsics(bf16: bool) -> dict[str, Any]:
         "fminf": np.fmin,
         "fmaxf": np.fmax,
         "reciprocal": reciprocal,
-        "nearest": np.rint,
         "low_half": lambda pair: pair[0],
-        "twice": called("DEVICE u32 twice(float v)", "v"),
-        "scaled": called("DEVICE u32 scaled(u32 whole, Centred c)", "whole", "c"),
-        "Centred": Centred,
+        "low_twice": lambda pair: (pair[0], pair[0]),
+        "high_twice": lambda pair: (pair[1], pair[1]),
+        "make_uint2": lambda x, y: SimpleNamespace(x=x, y=y),
+        "ready_column": called("DEVICE uint2 ready_column(float scale, float delta)", "scale", "delta"),
+        "column": called("DEVICE Column column(uint2 v)", "v"),
+        "scaled": called("DEVICE u32 scaled(u32 whole, Column c)", "whole", "c"),
+        "Column": Column,
         "and_or": lambda mask, magic, w: w & np.uint32(mask) | np.uint32(magic),
         "fma2": fma2,
         "fmaf": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
         "pack2": lambda low, high: (round16(low), round16(high)),
         "weights2": weights2,
-        "Affine": Affine,
         "__byte_perm": byte_perm,
         "__uint_as_float": lambda w: w.view(np.float32),
+        "__float_as_uint": np.float32,
     }
     return names
 
@@ -214,28 +228,28 @@ def test_integers_are_the_codes_less_8(packed: tuple[Any, MarlinWeight], bf16: b
     assert (got == 0).all()
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
-def test_weights_are_the_weights(packed: tuple[Any, MarlinWeight], bf16: bool) -> None:
-    """`decode`: what fp32 arithmetic gives, rounded once to 16 bits; two roundings may differ by a unit of the last."""
-    weight, m = packed
-    names = intrinsics(bf16)
-    scale, delta = parameters(m, m.S), parameters(m, m.delta)
+def decoded(m: MarlinWeight, bf16: bool, **macros: bool) -> Array:  # fp32 [Kp, Np]
+    """W as the kernels decode it."""
+    names = intrinsics(bf16, **macros)
     group = np.arange(m.Kp // 16) * 16 // (m.Kp if m.group_size == -1 else m.group_size)
-    affine = evaluate(
-        body("weight.cuh", "DEVICE Affine affine(float scale, float delta)", bf16),
-        names | {"scale": scale[group], "delta": delta[group]},
-    )
-    a: list[Any] = [None] * 4
-    for i in range(4):
-        a[i] = (np.empty(words(m).shape, np.float32), np.empty(words(m).shape, np.float32))
+    scale, delta = parameters(m, m.S)[group], parameters(m, m.delta)[group]
+    columns = names["column"](names["ready_column"](scale, delta))
+    inside = body("weight.cuh", "DEVICE void weights(u32 (&a)[4], u32 w, Column low, Column high)", bf16, **macros)
+    a: list[Any] = [(np.empty(words(m).shape, np.float32), np.empty(words(m).shape, np.float32)) for _ in range(4)]
     for j in range(4):
         of_word: list[Any] = [None] * 4
-        low, high = (Affine(affine.step[..., 2 * j + h], affine.base[..., 2 * j + h]) for h in (0, 1))
-        inside = body("weight.cuh", "DEVICE void weights(u32 (&a)[4], u32 w, Affine low, Affine high)", bf16)
+        low, high = columns.of_columns(2 * j), columns.of_columns(2 * j + 1)
         evaluate(inside, names | {"a": of_word, "w": words(m)[..., j], "low": low, "high": high})
         for i, half in ((i, half) for i in range(4) for half in (0, 1)):
             a[i][half][..., j] = of_word[i][half]
-    got = torch.from_numpy(matrix(a)[: m.K, : m.N]).double()
+    return matrix(a)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+def test_weights_are_the_weights(packed: tuple[Any, MarlinWeight], bf16: bool) -> None:
+    """What fp32 arithmetic gives, rounded once to 16 bits; two roundings may differ by a unit of the last."""
+    weight, m = packed
+    got = torch.from_numpy(decoded(m, bf16, SCALE32=True)[: m.K, : m.N]).double()
     W = dequantize64(weight)
     largest = W.abs().max()
     assert (got - W).abs().max() <= largest * 2.0 ** (-8 if bf16 else -11) * 1.01
@@ -243,13 +257,16 @@ def test_weights_are_the_weights(packed: tuple[Any, MarlinWeight], bf16: bool) -
 
 
 @pytest.mark.parametrize("zeros", ["anywhere", "integer", "far"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
-def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, zeros: str) -> None:
+@pytest.mark.parametrize(
+    ("bf16", "coarse"), [(False, False), (True, False), (True, True)], ids=["fp16", "bf16", "coarse"]
+)
+def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, coarse: bool, zeros: str) -> None:
     """Sixteen-bit arithmetic with the whole number next to the zero point: against W rounded once, the error of a
     product is the same within some percent, for activations of mean 0 and of mean 1. Scale 0 leaves the zero."""
     K, N, G = 512, 128, 128
     generator = np.random.default_rng(0)
     scale = ((0.5 + generator.random((K // G, N))) * 0.01).astype(np.float16).astype(np.float32)
+    scale = torch.from_numpy(scale).bfloat16().float().numpy() if coarse else scale
     z = {"anywhere": 15, "integer": 15, "far": 90}[zeros] * generator.random((K // G, N))
     zero = (-(np.rint(z) if zeros == "integer" else z) * scale).astype(np.float32)
     scale[0, 0], zero[0, 0] = 0, 0.25
@@ -257,21 +274,8 @@ def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, zeros: str) -
     weight = tl.QuantWeight.from_codes(codes, torch.from_numpy(scale), torch.from_numpy(zero), G)
     m = MarlinWeight.of(weight)
     assert m.S.dtype == torch.float16
-    names, group = intrinsics(bf16), np.arange(K // 16) * 16 // G
-    scales, deltas = parameters(m, m.S)[group], parameters(m, m.delta)[group]
-    made = evaluate(
-        body("weight.cuh", "DEVICE Centred centred(float scale, float delta)", bf16),
-        names | {"scale": scales, "delta": deltas},
-    )
-    a: list[Any] = [(np.empty(words(m).shape, np.float32), np.empty(words(m).shape, np.float32)) for _ in range(4)]
-    inside = body("weight.cuh", "DEVICE void weights(u32 (&a)[4], u32 w, Centred low, Centred high)", bf16)
-    for j in range(4):
-        of_word: list[Any] = [None] * 4
-        low, high = made.of_columns(2 * j), made.of_columns(2 * j + 1)
-        evaluate(inside, names | {"a": of_word, "w": words(m)[..., j], "low": low, "high": high})
-        for i, half in ((i, half) for i in range(4) for half in (0, 1)):
-            a[i][half][..., j] = of_word[i][half]
-    got, W = torch.from_numpy(matrix(a)).double(), dequantize64(weight)
+    assert m.coarse == coarse
+    got, W = torch.from_numpy(decoded(m, bf16, COARSE=coarse)).double(), dequantize64(weight)
     assert (got[:G, 0] == 0.25).all()
     rounded = W.to(torch.bfloat16 if bf16 else torch.float16).double()
     for mean in (0.0, 1.0):

@@ -181,7 +181,7 @@ def test_a_new_thread_gets_the_context(monkeypatch: pytest.MonkeyPatch, bound: i
 def test_a_tensor_map_is_encoded_in_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the first call of the driver in a product, so a new thread has no context from a launch yet."""
     did = list[str]()
-    kinds = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6, CU_TENSOR_MAP_DATA_TYPE_UINT64=4)
+    kinds = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_UINT16=1, CU_TENSOR_MAP_DATA_TYPE_UINT64=4)
     code = ctypes.create_string_buffer(b"map", 128)
     api = SimpleNamespace(
         CUtensorMapDataType=kinds, cuuint32_t=int, cuuint64_t=int,
@@ -189,17 +189,17 @@ def test_a_tensor_map_is_encoded_in_a_context(monkeypatch: pytest.MonkeyPatch) -
         CUtensorMapSwizzle=SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3, CU_TENSOR_MAP_SWIZZLE_NONE=0),
         CUtensorMapL2promotion=SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3),
         CUtensorMapFloatOOBfill=SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0),
-        cuTensorMapEncodeTiled=lambda *of: (did.append(f"encode {of[3:6]} swizzle {of[8]}"),
+        cuTensorMapEncodeTiled=lambda *of: (did.append(f"encode {of[0]} {of[3:6]} swizzle {of[8]}"),
                                             (0, SimpleNamespace(getPtr=lambda: ctypes.addressof(code))))[1],
     )  # fmt: skip
     monkeypatch.setattr(hopper, "driver", lambda: api)
     monkeypatch.setattr(hopper, "bind_thread", lambda device: did.append(f"bind {device}"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     hopper._encoded.cache_clear()
-    assert hopper._encoded("FLOAT16", 2, 4096, 5, 60, 64, 8, 64, 1)[:3] == b"map"  # of x
-    assert hopper._encoded("UINT64", 8, 4096, 4, 128, 128, 4, 128, 1)[:3] == b"map"  # of words
+    assert hopper._encoded(2, 4096, 5, 60, 64, 8, 64, 1, True)[:3] == b"map"  # of x
+    assert hopper._encoded(8, 4096, 4, 128, 128, 4, 128, 1, False)[:3] == b"map"  # of words
     hopper._encoded.cache_clear()
-    of_x, of_words = "encode ([60, 5], [128], [64, 8]) swizzle 3", "encode ([128, 4], [1024], [128, 4]) swizzle 0"
+    of_x, of_words = "encode 1 ([60, 5], [128], [64, 8]) swizzle 3", "encode 4 ([128, 4], [1024], [128, 4]) swizzle 0"
     assert did == ["bind 1", of_x, "bind 1", of_words]
 
 

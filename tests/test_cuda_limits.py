@@ -88,12 +88,16 @@ def check_tile(product: Callable[..., Tensor], canaries: Canaries, cut: bool) ->
 
 @pytest.mark.parametrize("config", variants(), ids=str)
 def test_ker02_every_tile_keeps_to_its_memory(config: Config, canaries: Canaries) -> None:
-    """Whole, and in slices of K whose sums pass through scratch."""
+    """Whole, in slices of K whose sums pass through scratch, and in slices of a cluster, which need none."""
     if config.shared_memory(True, True) > launch.chip(0).shared_memory:
         pytest.skip("this GPU has less shared memory")
-    for splits in (1, 3):
-        sliced = replace(config, splits=splits)
-        check_tile(functools.partial(gemm.product, config=sliced), canaries, splits > 1)
+    for splits, cluster in ((1, False), (3, False), (2, True), (8, True)):
+        sliced = replace(config, splits=splits, cluster=cluster)
+        if cluster and (
+            launch.chip(0).capability != HOPPER or sliced.shared_memory() + 2048 > launch.chip(0).shared_memory
+        ):
+            continue
+        check_tile(functools.partial(gemm.product, config=sliced), canaries, splits > 1 and not cluster)
 
 
 @needs_hopper

@@ -35,7 +35,7 @@ from tinyloop.cuda.config import (
     variants,
 )  # fmt: skip
 from tinyloop.dispatch import Plan, Problem, plan
-from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, MMA_ROWS_HOPPER, NATIVE_ROWS, dense_rows
+from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, NATIVE_ROWS, dense_rows
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -81,8 +81,10 @@ CHOSEN = {
     "the head": (problem(1, N=50257), AMPERE, "tensor_core"),
     "most rows": (problem(DENSE), AMPERE, "tensor_core"),
     "one row more": (problem(DENSE + 1), AMPERE, "unpack_dense"),
-    "Hopper, few rows": (problem(MMA_ROWS_HOPPER), HOPPER, "tensor_core"),
-    "Hopper, one row more": (problem(MMA_ROWS_HOPPER + 1), HOPPER, "hopper"),
+    "Hopper, few rows": (problem(32), HOPPER, "tensor_core"),
+    "Hopper, one row more": (problem(33), HOPPER, "hopper"),
+    "Hopper, few rows of a large weight": (problem(16, K=8192, N=8192), HOPPER, "tensor_core"),
+    "Hopper, one row more of it": (problem(17, K=8192, N=8192), HOPPER, "hopper"),
     "Hopper, most rows": (problem(DENSE_HOPPER), HOPPER, "hopper"),
     "Hopper, many rows": (problem(DENSE_HOPPER + 1), HOPPER, "unpack_dense"),
     "kept": (problem(1, cached=True), HOPPER, "fp16_cache"),
@@ -148,7 +150,8 @@ REFUSED = {
         f"M={DENSE + 1} > {DENSE}: arithmetic decides, and a dense copy for this call has more of it",
     ),
     "tensor_core, Hopper": (
-        ("tensor_core", HOPPER, {"M": 64}), f"M=64 > {MMA_ROWS_HOPPER}: Hopper's own instructions are faster",
+        ("tensor_core", HOPPER, {"M": 64}),
+        "M=64: Hopper's own instructions are faster for so many rows of this weight",
     ),
     "hopper, other": (
         ("hopper", AMPERE, {}), "NVIDIA A10 has compute capability 8.6; wgmma runs on 9.0 alone",
@@ -510,7 +513,9 @@ def test_configurations(chip: str, pair: bool) -> None:
         assert c.threads <= 512
         assert c.splits >= 1
         assert c.WN % 2 == 0 or not pair
-        assert dataclasses.replace(c, splits=1) in known
+        assert dataclasses.replace(c, splits=1, cluster=False) in known
+        assert c.splits in (1, 2, 4, 8) if c.cluster else True
+        assert not c.cluster or (on.capability == (9, 0) and c.splits > 1)
         covered = [k for first, count in shares(c, K // CHUNK) for k in range(first, first + count)]
         assert covered == list(range(K // CHUNK))  # each chunk once, in the order in which sums are added
         if c.splits > 1:
@@ -524,16 +529,18 @@ def test_only_tiles_beyond_full_rounds_are_cut() -> None:
     c = Config(1, 1, 1, 4, 4, False, splits=2)
     assert [c.whole(tiles, 132) for tiles in (1, 131, 132, 133, 448)] == [0, 0, 132, 132, 396]
     assert dataclasses.replace(c, splits=1).whole(448, 132) == 448
+    clusters = dataclasses.replace(c, splits=8, cluster=True)  # all of one kind: whole tiles or a tile's parts
+    assert [clusters.whole(tiles, 132) for tiles in (131, 132, 133, 448)] == [0, 128, 128, 392]
 
 
 def test_few_tiles_are_cut_and_many_are_not() -> None:
     assert choose(1, 2048, 8192, HOPPER).splits > 1
-    assert choose(1, 1 << 17, 8192, HOPPER).splits == 1
+    assert choose(1, 8192, 8192, HOPPER).splits == 1
     assert choose(1, 2048, 128, HOPPER).splits == 1
 
 
 def test_smaller_memory_gets_a_smaller_pipeline() -> None:
-    sizes = [choose(1, 2048, 8192, CHIPS[chip]).shared_memory() for chip in ("8.6", "8.0", "9.0")]
+    sizes = [choose(1, 2048, 8192, CHIPS[chip]).shared_memory() for chip in ("8.6", "8.0")]
     assert sizes == sorted(set(sizes))
 
 

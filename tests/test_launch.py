@@ -44,6 +44,7 @@ class Gpu:
         self.result, self.device, self.stream, self.capture = 0, 0, 0x100, 0
         self.contexts: list[tuple[str, int]] = []
         self.switches: list[int] = []
+        self.allowed: list[int] = []  # bytes of shared memory that the one kernel may have
         self.inside: Callable[[int], None] = lambda address: None
         self.entry: Any = launch._LAUNCH(self.launch)
 
@@ -64,10 +65,14 @@ class Gpu:
         return SimpleNamespace(
             CUresult=Result, CUdevice=int, CUstream=int,
             CUdriverProcAddress_flags=SimpleNamespace(CU_GET_PROC_ADDRESS_LEGACY_STREAM=1),
-            CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6),
+            CUlaunchAttributeID=SimpleNamespace(
+                CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+            ),
             CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8),
             cuGetProcAddress=lambda name, since, flags: (0, ctypes.cast(self.entry, ctypes.c_void_p).value, 0),
-            cuKernelSetAttribute=lambda *given: (0,), cuCtxGetCurrent=lambda: (0, 0),
+            cuKernelSetAttribute=lambda attribute, given, *rest: self.allowed.append(given) or (0,),
+            cuKernelGetAttribute=lambda *given: (0, max(self.allowed, default=48 << 10)),
+            cuCtxGetCurrent=lambda: (0, 0),
             cuDevicePrimaryCtxRetain=bound("retain"), cuCtxSetCurrent=bound("set"),
             cuStreamGetCaptureInfo=lambda stream: (0, 1, self.capture, None),
         )  # fmt: skip
@@ -156,6 +161,8 @@ def test_the_names_that_are_asked_of_cuda_bindings() -> None:
     api = pytest.importorskip("cuda.bindings.driver")
     assert int(api.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM) == 1
     assert int(api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) == 6
+    assert int(api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) == 4
+    assert callable(api.cuKernelGetAttribute)
     assert launch._name(1) == "CUDA_ERROR_INVALID_VALUE"
     assert launch._name(123456) == "error 123456, which this cuda.bindings does not know"
     assert callable(api.cuGetProcAddress)
@@ -178,6 +185,21 @@ def test_what_the_driver_is_given(gpu: Gpu) -> None:
         "sharedMemBytes": 100 << 10, "hStream": 0x100, "attrs": [(6, [1] + [0] * 15)], "numAttrs": 1,
     }  # fmt: skip
     assert second == first | {"gridDimX": 8, "hStream": 0x200}
+
+
+def test_clusters(gpu: Gpu) -> None:
+    launcher(cluster=4)(One(), 8)
+    launcher(cluster=2, overlaps=True)(One(), 8)
+    assert [seen["attrs"] for seen, *_ in gpu.launches] == [
+        [(4, [4, 1, 1] + [0] * 13)], [(6, [1] + [0] * 15), (4, [2, 1, 1] + [0] * 13)],
+    ]  # fmt: skip
+
+
+def test_launchers_of_one_kernel_leave_each_other_their_shared_memory(gpu: Gpu) -> None:
+    """A kernel has one limit, and the same kernel takes more where its blocks are a cluster."""
+    for kilobytes in (100, 90, 120, 40):
+        launcher(shared=kilobytes << 10)
+    assert gpu.allowed == [100 << 10, 120 << 10]
 
 
 def test_the_default_stream_and_no_overlap(gpu: Gpu) -> None:
@@ -243,9 +265,9 @@ def test_each_thread_has_the_context_and_a_configuration(gpu: Gpu) -> None:
 # ── a product with its arguments in place ──────────────────────────────────────────────────────────────────────────
 
 
-def product(M: int = 2, splits: int = 1, **given: Any) -> Ready:
+def product(M: int = 2, splits: int = 1, cluster: bool = False, **given: Any) -> Ready:
     w = MarlinWeight.of(random_quant_weight(256, 128, 64, seed=1))
-    config = replace(gemm.choose(2, 128, 256, HOPPER, False), splits=splits)
+    config = replace(gemm.choose(2, 128, 256, HOPPER, False), splits=splits, cluster=cluster)
     return gemm.ready(M, torch.float16, w, config=config, **given)
 
 
@@ -297,6 +319,17 @@ def test_a_split_product_has_scratch(gpu: Gpu) -> None:
     gpu.stream = 0x200
     ready(x)
     assert not set(seen[2]) & set(seen[0])
+
+
+def test_a_cluster_has_no_scratch(gpu: Gpu) -> None:
+    seen: list[tuple[int, int, int]] = []
+    gpu.inside = lambda address: seen.append(((p := problem_at(address)).splits, p.clustered, p.partial))
+    x = torch.zeros(2, 256, dtype=torch.float16)
+    product(splits=2, cluster=True)(x), product(splits=2)(x)
+    assert [s[:2] for s in seen] == [(2, 1), (2, 0)]
+    assert seen[0][2] is None
+    assert seen[1][2]
+    assert [config["gridDimX"] for config, *_ in gpu.launches] == [4, 4]
 
 
 # ── scratch ────────────────────────────────────────────────────────────────────────────────────────────────────────

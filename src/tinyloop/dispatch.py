@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import torch
 
 from .cuda.config import Chip
-from .dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, Kernel, On
+from .dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, Kernel, On, padded
 from .errors import InputError
 
 log = logging.getLogger("tinyloop")
@@ -279,7 +279,7 @@ def marlin_available(device: str | torch.device = "cuda") -> bool:
 def _config(kernel: str, p: Problem, on: Chip) -> str:
     from .cuda.config import choose, choose_hopper
 
-    N, K = -(-p.N // 64) * 64, -(-p.K // 128) * 128
+    N, K = padded(p)
     if kernel == "hopper":
         return str(choose_hopper(p.M, N, K, -1 if p.G == p.K else p.G, on.multiprocessors))
     return str(choose(p.M, N, K, on)) if kernel == "tensor_core" else ""

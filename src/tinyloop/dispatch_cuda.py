@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from .cuda.config import Chip
+from .cuda.config import Chip, wgmma_is_faster
 
 if TYPE_CHECKING:
     from .dispatch import Problem
 
 NATIVE_ROWS = 8  # up to which one thread per output beats dequantising the whole weight first
-MMA_ROWS_HOPPER = 16  # up to which mma.sync beats wgmma
 _DENSE_ROWS_HOPPER, _DENSE_ROWS = 8192, 1024
 HOPPER = (9, 0)
 INT4_KERNELS = ("tensor_core", "hopper", "unpack_dense")
@@ -43,6 +42,11 @@ def dense_rows(on: Chip) -> int:
     """Rows from which a dense copy of the weight, made for the call, costs less than decoding into tensor cores does.
     Measured on Hopper (log, 2026-11-30); elsewhere estimated from arithmetic rates and bandwidth."""
     return _DENSE_ROWS_HOPPER if on.capability == HOPPER else _DENSE_ROWS
+
+
+def padded(p: Problem) -> tuple[int, int]:
+    """N and K as the device format has them."""
+    return -(-p.N // 64) * 64, -(-p.K // 128) * 128
 
 
 def int4_refusal(p: Problem, on: Chip) -> str | None:
@@ -75,8 +79,8 @@ def _fp16_cache(p: Problem, on: Chip) -> str | None:
 def _tensor_core(p: Problem, on: Chip) -> str | None:
     if reason := int4_refusal(p, on):
         return reason
-    if on.capability == HOPPER and p.M > MMA_ROWS_HOPPER:
-        return f"M={p.M} > {MMA_ROWS_HOPPER}: Hopper's own instructions are faster"
+    if on.capability == HOPPER and wgmma_is_faster(p.M, *padded(p)):
+        return f"M={p.M}: Hopper's own instructions are faster for so many rows of this weight"
     return _many_rows(p, on)
 
 

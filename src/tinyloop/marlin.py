@@ -61,6 +61,7 @@ class MarlinWeight:
     N: int
     group_size: int
     canonical_bytes: int = 0  # of codes, scale and zero that this was made from
+    coarse: bool = False  # whether bf16 holds every scale, which makes products in bf16 faster
 
     @property
     def Kp(self) -> int:
@@ -99,7 +100,8 @@ class MarlinWeight:
         S = _permuted(Tensor.half if _in_halves(weight) else Tensor.float, weight.K, group, scale)
         delta = _permuted(_delta, weight.K, group, scale, zero)
         devices.settle(device)
-        return cls(B, S, delta, weight.K, weight.N, group, _canonical_bytes(weight))
+        coarse = _holds(torch.bfloat16, weight.scale)
+        return cls(B, S, delta, weight.K, weight.N, group, _canonical_bytes(weight), coarse)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:  # uint8 [K, N], S's dtype [groups, N], fp32 [groups, N]
         """(q, scale, zero) in canonical order; zero = delta − 8·scale, as exact as delta is."""
@@ -398,15 +400,15 @@ def _delta(scale: Tensor, zero: Tensor) -> Tensor:  # → fp32, rounded once: 8�
     return torch.add(zero.float(), scale.float(), alpha=8)
 
 
-def _halves(scale: Tensor) -> bool:
-    """Whether fp16 holds every scale exactly."""
-    return all(torch.equal(part.half().to(part.dtype), part) for part in _slabs(scale))
+def _holds(dtype: torch.dtype, scale: Tensor) -> bool:
+    """Whether a 16-bit type holds every scale exactly."""
+    return all(torch.equal(part.to(dtype).to(part.dtype), part) for part in _slabs(scale))
 
 
 def _in_halves(weight: QuantWeight) -> bool:
     """Whether the device format keeps scales in fp16: where it holds them exactly, and where W crosses zero within a
-    hundred scales of the middle, as arithmetic in 16 bits needs it (weight.cuh, `centred`)."""
-    if not _halves(weight.scale):
+    hundred scales of the middle, as arithmetic in 16 bits needs it (weight.cuh)."""
+    if not _holds(torch.float16, weight.scale):
         return False
     pairs = zip(_slabs(weight.scale), _slabs(weight.zero), strict=True)
     return not any(((_delta(s, z).abs() > 100 * s.float().abs()) & (s != 0)).any() for s, z in pairs)

@@ -52,6 +52,11 @@ def products(dtype: torch.dtype, rows: Sequence[int]) -> Iterator[tuple[str, flo
             for config in variants():
                 yield f"{config} {where}", error(gemm.product(x, m, config=config), want)
             if torch.cuda.get_device_capability() == HOPPER:
+                for config in variants():
+                    parts = dataclasses.replace(config, splits=2, cluster=True)
+                    if parts.shared_memory(True, True) + 2048 > launch.chip(0).shared_memory:
+                        continue
+                    yield f"{parts} {where}", error(gemm.product(x, m, config=parts), want)
                 for tile in hopper_variants():
                     tile = dataclasses.replace(tile, least=1)  # cut along K, small as K is
                     yield f"hopper {tile} {where}", error(hopper.product(x, m, config=tile), want)

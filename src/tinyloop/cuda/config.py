@@ -49,6 +49,7 @@ class Config:
     STAGES: int
     DECODE: bool  # scale and δ while decoding, not when a group ends
     splits: int = 1  # blocks that divide K of a tile, where tiles do not fill a round
+    cluster: bool = False  # whether those are a cluster, and add through each other's shared memory
 
     @property
     def rows(self) -> int:
@@ -63,21 +64,58 @@ class Config:
         return self.WM * self.WN * self.WK * 32
 
     def whole(self, tiles: int, multiprocessors: int) -> int:
-        """How many tiles are not cut along K: full rounds of blocks, or all."""
-        return tiles - tiles % multiprocessors if self.splits > 1 else tiles
+        """How many tiles are not cut along K: full rounds of blocks, as whole clusters, or all."""
+        if self.splits == 1:
+            return tiles
+        rounds = tiles - tiles % multiprocessors
+        return rounds - rounds % self.splits if self.cluster else rounds
 
     def shared_memory(self, scale32: bool = False, halves: bool = False, symmetric: bool = False) -> int:
         """Bytes of shared memory per block: the stages of all teams."""
-        params = self.WN * (2 if halves else 1) * ((256 if scale32 else 128) + (0 if symmetric else 256))
-        stage = self.rows * CHUNK * 2 + self.WN * CHUNK * 32 + params
-        return stage * self.STAGES * self.WK
+        params = (2 if halves else 1) * ((256 if scale32 else 128) + (0 if symmetric else 256))
+        stage = self.rows * CHUNK * 2 + self.WN * (CHUNK * 32 + params)
+        return stage * self.STAGES * self.WK + (self.rows * self.columns * 4 if self.cluster else 0)
 
     def __str__(self) -> str:
         way = "decode" if self.DECODE else "fold"
-        return f"{self.rows}×{self.columns} tiles, {self.WK} teams, {self.STAGES} stages, {self.splits} slices, {way}"
+        slices = f"{self.splits} slices" + (" in a cluster" if self.cluster else "")
+        return f"{self.rows}×{self.columns} tiles, {self.WK} teams, {self.STAGES} stages, {slices}, {way}"
 
 
-# Tiles by rows of x: (rows up to, columns from, config). Measured on an H200 (docs/log.md).
+class _Few(NamedTuple):
+    rows: int  # of x, up to which
+    blocks: int  # of 64 columns, likewise
+    chunks: int  # of K, likewise
+    config: Config | None  # None: wgmma is faster
+
+
+_ANY = 1 << 62
+# Hopper's tiles for few rows, the first that fits. Measured on an H200, as all that follows (docs/log.md).
+_FEW = (
+    _Few(8, 16, _ANY, Config(1, 1, 1, 8, 4, False, 8, True)),
+    _Few(8, 40, 48, Config(1, 1, 1, 16, 2, False, 2, True)),
+    _Few(8, 40, _ANY, Config(1, 1, 1, 4, 4, False, 8, True)),
+    _Few(8, 87, 108, Config(1, 1, 1, 4, 4, False, 4, True)),
+    _Few(8, 87, _ANY, Config(1, 1, 1, 16, 2, False, 2, True)),
+    _Few(8, 100, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
+    _Few(8, 132, _ANY, Config(1, 1, 1, 16, 2, False)),
+    _Few(8, _ANY, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
+    _Few(16, 40, 48, Config(2, 1, 1, 8, 3, False, 2, True)),
+    _Few(16, 40, _ANY, Config(2, 1, 1, 4, 4, False, 8, True)),
+    _Few(16, 66, _ANY, Config(2, 1, 1, 8, 3, False, 2, True)),
+    _Few(16, 87, _ANY, Config(2, 1, 1, 4, 4, False, 4, True)),
+    _Few(16, 100, _ANY, Config(2, 1, 1, 8, 3, False)),
+    _Few(16, 132, _ANY, Config(2, 1, 1, 16, 2, False)),
+    _Few(16, 256, _ANY, Config(2, 1, 1, 8, 3, False, 2, True)),
+    _Few(16, _ANY, _ANY, Config(2, 1, 1, 4, 4, False, 2, True)),
+    _Few(32, 40, 48, Config(4, 1, 1, 8, 3, True, 2, True)),
+    _Few(32, 40, _ANY, None),
+    _Few(32, 66, _ANY, Config(4, 1, 1, 8, 3, True, 2, True)),
+    _Few(32, 87, _ANY, None),
+    _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
+    _Few(_ANY, _ANY, _ANY, None),
+)
+# Elsewhere: rows up to, columns from.
 _TILES = (
     (8, 32768, Config(1, 1, 2, 4, 3, False)),
     (8, 8512, Config(1, 1, 1, 8, 3, False)),
@@ -85,29 +123,57 @@ _TILES = (
     (8, 0, Config(1, 1, 1, 16, 4, False)),
     (16, 16384, Config(2, 1, 1, 4, 4, False)),
     (16, 0, Config(2, 1, 1, 8, 3, False)),
-    (32, 8192, Config(4, 1, 2, 4, 4, False)),
-    (32, 6144, Config(4, 1, 1, 4, 4, False)),
-    (32, 4096, Config(4, 1, 2, 4, 4, False)),
-    (32, 0, Config(4, 1, 1, 4, 4, False)),
-    (64, 16384, Config(8, 1, 4, 2, 4, True)),
-    (64, 0, Config(8, 1, 2, 4, 4, True)),
-    (128, 0, Config(8, 1, 4, 2, 4, True)),
-    (1 << 62, 0, Config(8, 1, 4, 1, 4, True)),
+    (32, 10240, Config(4, 1, 1, 4, 4, True)),
+    (32, 0, Config(4, 1, 1, 8, 3, True)),
+)
+# More rows: tiles of 64×128 up to, with as many slices as fill a round.
+_MANY = (
+    (40, Config(8, 1, 1, 4, 4, True)),
+    (132, Config(8, 1, 2, 4, 3, True)),
+    (440, Config(8, 1, 2, 2, 4, True)),
+    (_ANY, Config(8, 1, 4, 1, 4, True)),
 )
 _ADDING = 2.6  # µs that slices cost: sums through global memory, and a wait for the last block
 
 
+def wgmma_is_faster(M: int, N: int, K: int) -> bool:
+    """Whether, on Hopper, hopper.cu is faster than tensor_core.cu for M rows, N and K as padded."""
+    return _few(M, N, K) is None
+
+
+def _few(M: int, N: int, K: int) -> Config | None:
+    blocks, chunks = -(-N // 64), K // CHUNK
+    return next(f.config for f in _FEW if f.rows >= M and f.blocks >= blocks and f.chunks >= chunks)
+
+
 def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
     """The configuration for M rows, N and K as padded, two weights of N columns for a pair."""
-    config = next(c for rows, columns, c in _TILES if rows >= M and columns <= N)
+    hopper, chunks = on.capability == (9, 0), K // CHUNK
+    config = (_few(M, N, K) if hopper else None) or _tile(M, N * (2 if pair else 1))
     if pair and config.WN == 1:
         config = replace(config, WN=2, WK=config.WK // 2)
-    if config.MT > 1 and config.threads > 256 and on.capability != (9, 0):
-        config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; elsewhere ptxas wants 137
+    if config.MT > 1 and config.threads > 256 and (pair or not hopper):
+        config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; ptxas wants up to 137
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
-    return replace(config, splits=_slices(config, tiles, K // CHUNK, on.multiprocessors))
+    if config.MT == 8:
+        if config.WK == 1 and 0 < tiles % on.multiprocessors <= on.multiprocessors // 2:
+            return replace(config, splits=2)  # of the tiles that are left after the last full round
+        splits = next(
+            s for s in (4, 2, 1) if s == 1 or (tiles * s <= on.multiprocessors and chunks >= 4 * s * config.WK)
+        )
+        return replace(config, splits=splits, cluster=hopper and splits == 2)
+    if not hopper:
+        return replace(config, splits=_slices(config, tiles, chunks, on.multiprocessors))
+    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s <= config.splits and s * config.WK <= chunks))
+    return replace(config, splits=splits, cluster=splits > 1)
+
+
+def _tile(M: int, N: int) -> Config:
+    if M <= 32:
+        return next(c for rows, columns, c in _TILES if rows >= M and columns <= N)
+    return next(c for tiles, c in _MANY if -(-M // 64) * -(-N // 128) <= tiles)
 
 
 def _slices(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
@@ -172,7 +238,7 @@ class HopperConfig:
 
     def _bytes(self, scale32: bool, runs: int) -> tuple[int, int, int]:
         """Of a stage of x, of a stage of words, and of the rest."""
-        out_rows = min(64, self.BM // self.SPLITS // self.TEAMS)
+        out_rows = min(32 if runs == 8 else 64, self.BM // self.SPLITS // self.TEAMS)
         words = self.CW * (self.DEPTH * 32 + runs * (1024 if scale32 else 896))
         sums = self.BM * self.columns * 4 if self.TEAMS > 1 else 0
         return self.BM * self.DEPTH * 2, words, self.consumers * out_rows * (64 + 8) * 2 + sums + _BARRIERS
@@ -225,9 +291,9 @@ _HOPPER_TILES = (
     _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.160, False, 8),
     _Rated(HopperConfig(64, 2, 256), 0.292, True, 8),
     _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
-    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 4),
+    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 8),
     _Rated(HopperConfig(128, 2, 128), 0.454, False, 4),
-    _Rated(HopperConfig(128, 2, 256), 0.432, False, 2),
+    _Rated(HopperConfig(128, 2, 256), 0.432, False, 4),
     _Rated(HopperConfig(128, 3, 128), 0.633, False, 2),
     _Rated(HopperConfig(256, 2, 128), 0.779, False, 4),
 )
@@ -280,10 +346,18 @@ KINDS = tuple(
 def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True)) -> list[Config]:
     """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
     number of slices."""
+    rows = sorted({f.rows for f in _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
+    columns = (
+        {64}
+        | {f.blocks * 64 for f in _FEW}
+        | {columns for _, columns, _ in _TILES}
+        | {tiles * 128 for tiles, _ in _MANY}
+    )
+    depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
     found = {
-        replace(choose(M, N, 8192, on, pair), splits=1)
+        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair), splits=1, cluster=False)
         for on, pair in itertools.product(chips, pairs)
-        for M, _, _ in _TILES for N in {max(columns, 64) for _, columns, _ in _TILES}
+        for M in rows for N in columns for K in depths
     }  # fmt: skip
     return sorted(found, key=str)
 

@@ -22,7 +22,7 @@ class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
         ("x", _p), ("y", _p), ("partial", _p), ("arrived", _p), ("ldx", _i64),
         ("M", _i32), ("N", _i32), ("K", _i32), ("blocks64", _i32), ("chunks", _i32), ("units_per_group", _i32),
-        ("row_tiles", _i32), ("whole", _i32), ("splits", _i32),
+        ("row_tiles", _i32), ("whole", _i32), ("splits", _i32), ("clustered", _i32),
     ]  # fmt: skip
 
 
@@ -40,7 +40,8 @@ def _launcher(
 ) -> Launcher:
     macros = defines(config, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves, SYMMETRIC=symmetric, PAIR=pair)
     shared = config.shared_memory(scale32, halves, symmetric)
-    return Launcher("tensor_core", "tensor_core", macros, device, config.threads, shared, overlaps=True)
+    blocks = config.splits if config.cluster else 1
+    return Launcher("tensor_core", "tensor_core", macros, device, config.threads, shared, overlaps=True, cluster=blocks)
 
 
 def defines(config: Config, **flags: bool) -> dict[str, int]:
@@ -58,18 +59,18 @@ def ready(
     c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
     column = w.group_size == -1
     halves = not column and w.group_size % CHUNK != 0
-    run = _launcher(
-        replace(c, splits=1), device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, halves,
-        symmetric, pair is not None,
-    )  # fmt: skip
-    p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK, splits=c.splits)
+    one = c if c.cluster else replace(c, splits=1)
+    bf16, scale32 = dtype == torch.bfloat16, w.S.dtype == torch.float32
+    run = _launcher(one, device, bf16, scale32, column, halves, symmetric, pair is not None)
+    p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK)
     p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
     p.row_tiles = -(-M // c.rows)
     tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
-    p.whole = c.whole(tiles, chip(device).multiprocessors)
+    p.whole, p.splits, p.clustered = c.whole(tiles, chip(device).multiprocessors), c.splits, c.cluster
     cut = tiles - p.whole
     arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
-    launch = Launch(run, arguments, p.whole + cut * c.splits, cut * c.splits * c.rows * c.columns, cut)
+    floats = 0 if c.cluster else cut * c.splits * c.rows * c.columns
+    launch = Launch(run, arguments, p.whole + cut * c.splits, floats, cut)
     return Ready(M, w.N, torch.float32 if symmetric else dtype, launch, _place, (w, bias, pair))
 
 

@@ -15,22 +15,21 @@ from .ready import Launch, Ready
 
 Tensor = torch.Tensor
 _p, _i32 = ctypes.c_void_p, ctypes.c_int
-_MAP_BYTES = 128
+_MAP = ctypes.c_uint64 * 16  # the copy engine's description of a matrix
+_MAP_BYTES = ctypes.sizeof(_MAP)
 
 
 class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
-        ("x", ctypes.c_uint64 * 16), ("words", ctypes.c_uint64 * 16), ("y", _p), ("partial", _p), ("arrived", _p),
-        ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32), ("groups", _i32), ("runs_per_group", _i32),
-        ("row_tiles", _i32), ("box_rows", _i32), ("whole", _i32), ("piece", _i32), ("total", _i32),
-        ("padding", ctypes.c_char * 60),
+        ("x", _MAP), ("words", _MAP), ("scale", _MAP), ("delta", _MAP), ("y", _p), ("partial", _p), ("arrived", _p),
+        ("M", _i32), ("N", _i32), ("blocks64", _i32), ("chunks", _i32),
+        ("runs_per_group", _i32), ("runs_per_box", _i32), ("row_tiles", _i32), ("box_rows", _i32),
+        ("whole", _i32), ("piece", _i32), ("total", _i32), ("padding", ctypes.c_char * 60),
     ]  # fmt: skip
 
 
 class _Arguments(Arguments):
-    _fields_: ClassVar[Any] = [
-        ("p", _Problem), ("B", _p), ("S", _p), ("delta", _p), ("bias", _p), ("padding", ctypes.c_char * 32),
-    ]  # fmt: skip
+    _fields_: ClassVar[Any] = [("p", _Problem), ("bias", _p), ("padding", ctypes.c_char * 56)]
 
 
 def ready(
@@ -41,25 +40,31 @@ def ready(
     sms = chip(device).multiprocessors
     c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms)
     column, runs = w.group_size == -1, c.runs(w.group_size)
-    run = _launcher(c, device, dtype == torch.bfloat16, w.S.dtype == torch.float32, column, runs)
-    a = _Arguments(B=w.B.data_ptr(), S=w.S.data_ptr(), delta=w.delta.data_ptr())
-    a.bias = None if bias is None else bias.data_ptr()
+    bf16, scale32 = dtype == torch.bfloat16, w.S.dtype == torch.float32
+    run = _launcher(c, device, bf16, scale32, column, runs, bf16 and not scale32 and w.coarse)
+    a = _Arguments(bias=None if bias is None else bias.data_ptr())
     p = a.p
-    p.M, p.N, p.blocks64, p.chunks, p.groups = M, w.N, w.Np // 64, -(-w.Kp // c.DEPTH), w.S.shape[0]
+    p.M, p.N, p.blocks64, p.chunks = M, w.N, w.Np // 64, -(-w.Kp // c.DEPTH)
     p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
+    p.runs_per_box = runs if p.runs_per_group == 1 else 1
     p.row_tiles, p.box_rows = -(-M // c.BM), min(c.BM, -(-M // 8) * 8)
     tiles = p.row_tiles * -(-w.Np // c.columns)
     work = c.schedule(tiles, p.chunks, sms)
     p.whole, p.piece, p.total = work.whole, work.piece, work.total
     blocks = (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS
     if M:
-        ctypes.memmove(ctypes.addressof(p) + _MAP_BYTES, _words_map(w, c), _MAP_BYTES)
-    kind = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16"
-    K, box_rows = w.K, int(p.box_rows)
+        for name, size, values, box_rows in (
+            ("words", 8, w.B, c.DEPTH // 16),  # two words an element
+            ("scale", w.S.element_size(), w.S, p.runs_per_box),
+            ("delta", 4, w.delta, p.runs_per_box),
+        ):
+            to = ctypes.addressof(p) + getattr(_Problem, name).offset
+            _put(to, size, values.data_ptr(), values.shape[0], w.Np, w.Np, box_rows, c.columns, device)
+    K, x_rows = w.K, int(p.box_rows)
 
     def place(p: Any, x: int, ldx: int) -> None:
         stride = ldx if M > 1 else -(-K // 8) * 8
-        ctypes.memmove(ctypes.addressof(p), _encoded(kind, 2, x, M, K, stride, box_rows, CHUNK, device), _MAP_BYTES)
+        _put(ctypes.addressof(p) + _Problem.x.offset, 2, x, M, K, stride, x_rows, CHUNK, device, swizzled=True)
 
     launch = Launch(run, a, blocks, work.pieces * c.BM * c.columns, sms * c.consumers)
     return Ready(M, w.N, dtype, launch, place, (w, bias))
@@ -77,8 +82,10 @@ def product(
 
 
 @functools.cache
-def _launcher(c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, runs: int) -> Launcher:
-    macros = defines(c, runs, BF16=bf16, SCALE32=scale32, COLUMN=column)
+def _launcher(
+    c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, runs: int, coarse: bool
+) -> Launcher:
+    macros = defines(c, runs, BF16=bf16, SCALE32=scale32, COLUMN=column, COARSE=coarse)
     return Launcher("hopper", "hopper", macros, device, c.threads, c.shared_memory(scale32, runs), overlaps=True)
 
 
@@ -90,25 +97,25 @@ def defines(c: HopperConfig, runs: int = 1, **flags: bool) -> dict[str, int]:
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
-def _words_map(w: MarlinWeight, c: HopperConfig) -> bytes:
-    """The copy engine's description of the codes, two words an element, and boxes of the steps of a stage."""
-    return _encoded("UINT64", 8, w.B.data_ptr(), w.Kp // 16, w.Np, w.Np, c.DEPTH // 16, c.columns, w.B.device.index)
+def _put(to: int, *matrix: int, swizzled: bool = False) -> None:
+    """A map of `matrix`, the arguments of `_encoded`, to an address."""
+    ctypes.memmove(to, _encoded(*matrix, swizzled), _MAP_BYTES)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _encoded(
-    kind: str, size: int, pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int,
-    device: int,
+    size: int, pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int, device: int,
+    swizzled: bool,
 ) -> bytes:  # fmt: skip
     """The copy engine's description of a matrix of elements of `size` bytes, zeros outside of it. Boxes of 128 bytes in
-    a row, as x has them, are swizzled."""
+    a row, as x has them, may be swizzled."""
     d = driver()
     with torch.cuda.device(device):
         bind_thread(device)  # encoding wants a context, and comes before the first launch of a new thread
     u32, u64 = d.cuuint32_t, d.cuuint64_t
-    swizzle = "128B" if size * box_columns == 128 else "NONE"
+    swizzle = "128B" if swizzled else "NONE"
     result, encoded = d.cuTensorMapEncodeTiled(
-        getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"), 2, pointer,
+        getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * size}"), 2, pointer,
         [u64(columns), u64(rows)], [u64(size * stride)], [u32(box_columns), u32(box_rows)], [u32(1), u32(1)],
         d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(d.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),

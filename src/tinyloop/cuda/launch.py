@@ -103,29 +103,33 @@ def launch_function() -> Callable[[int, int, int, None], int]:
     return _LAUNCH(int(address))
 
 
+_OVERLAP = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+_CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
+_allowing = threading.Lock()
+
+
 class Launcher:
     """One kernel on one device, ready to be launched.
 
     `overlaps` says that the kernel calls `wait_for_predecessor` (ptx.cuh) before it reads or writes what another kernel
     may write: where the chip can, it is then started while the one before it in the stream still runs, unless
-    `Launcher.overlapping` is off, for all kernels made from then on.
+    `Launcher.overlapping` is off, for all kernels made from then on. Blocks run in clusters of `cluster`.
     """
 
     overlapping = True
 
     def __init__(
         self, name: str, entry: str, defines: dict[str, int], device: int, threads: int, shared: int = 0,
-        overlaps: bool = False,
+        overlaps: bool = False, cluster: int = 1,
     ):  # fmt: skip
         self.entry, self.threads, self.shared, self.device = entry, threads, shared, device
         kernel, self._code = build.kernel(name, entry, tuple(sorted(defines.items())), chip(device).capability)
-        self._overlaps = overlaps and self.overlapping and chip(device).capability >= (9, 0)
+        overlaps = overlaps and self.overlapping and chip(device).capability >= (9, 0)
+        self._attributes = ([(_OVERLAP, 1)] if overlaps else []) + ([(_CLUSTER, cluster, 1, 1)] if cluster > 1 else [])
         self._local = threading.local()  # a launch fills in its own thread's configuration, and lets others run
         self._function, self._launch = int(kernel.handle), launch_function()
-        api = driver()
         if shared > 48 << 10:
-            attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            raise_for(api.cuKernelSetAttribute(attribute, shared, kernel.handle, api.CUdevice(device))[0], entry)
+            _allow_shared(kernel.handle, device, shared)
 
     def __call__(self, arguments: Arguments, blocks: int, stream: int | None = None) -> None:
         """Launch `blocks` blocks on the device's current stream, which may be given; `arguments` must not change
@@ -153,11 +157,22 @@ class Launcher:
         """The calling thread's configuration, at its first launch."""
         bind_thread(self.device)
         config = LaunchConfig(1, 1, 1, self.threads, 1, 1, self.shared)
-        if self._overlaps:
-            serialization = driver().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            config.attrs, config.numAttrs = ctypes.pointer(Attribute(int(serialization), value=(1,))), 1
+        kinds = driver().CUlaunchAttributeID
+        given = [Attribute(int(getattr(kinds, kind)), value=tuple(value)) for kind, *value in self._attributes]
+        config.attrs, config.numAttrs = (Attribute * len(given))(*given), len(given)
         self._local.own = own = _Own(config)
         return own
+
+
+def _allow_shared(kernel: Any, device: int, shared: int) -> None:
+    """Let a kernel have so many bytes of dynamic shared memory, or more where another launcher of it asked for more."""
+    api = driver()
+    attribute, on = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, api.CUdevice(device)
+    with _allowing:
+        result, allowed = api.cuKernelGetAttribute(attribute, kernel, on)
+        raise_for(result, "the shared memory that a kernel may have")
+        if allowed < shared:
+            raise_for(api.cuKernelSetAttribute(attribute, shared, kernel, on)[0], f"{shared} bytes of shared memory")
 
 
 class _Own:

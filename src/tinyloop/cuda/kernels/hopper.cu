@@ -5,7 +5,7 @@
 // format is a lane's share of its fragment as it stands: codes go from shared memory to registers, become W there, and
 // never return. x is the other factor and stays in shared memory, where the copy engine puts it.
 //
-//   one thread          words: a box; scale, δ: bulk copies      ─► ring of W_STAGES, `full` ─┐
+//   one thread          a box each of words, scale and δ         ─► ring of W_STAGES, `full` ─┐
 //   two warps           scale and δ as decoding takes them       ─► beside them, `ready` ─────┤
 //   one thread          x: a box of 64 k × BM rows, swizzled     ─► ring of X_STAGES, `full` ─┤  and `empty` back
 //   consumers, 128 each words of chunk c+2 ─lds─► registers ─► W of chunk c+1 │ wgmma of chunk c in flight
@@ -13,8 +13,8 @@
 // The rings are two because words are needed two chunks before their rows of x, and take less room: an eighth at 256 rows.
 //
 // A chunk, which is what a stage holds, is four to sixteen wgmma of 64 columns × BM rows × 16 k for a consumer: the more,
-// the less its barriers count. Warp w owns word w of a lane's four. Decoding one takes 13 instructions in fp16 and 19 in
-// bf16 (weight.cuh, `Centred`) and serves BM rows; δ is in it. Consumers divide the columns of a tile; two TEAMS of them
+// the less its barriers count. Warp w owns word w of a lane's four. Decoding one takes 13 instructions in fp16 and 15 or
+// 19 in bf16 (weight.cuh) and serves BM rows; δ is in it. Consumers divide the columns of a tile; two TEAMS of them
 // divide the k of each stage as well, for narrow tiles, of which there are more to fill the chip.
 //
 // Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each
@@ -35,18 +35,19 @@
 #endif
 
 constexpr int BN = 64 * CW, CONSUMERS = CW * TEAMS, CONSUMER_THREADS = CONSUMERS * 128, THREADS = CONSUMER_THREADS + 128;
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 32;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = CONSUMERS > 2 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMER_THREADS / 8 * 8;
 constexpr int STEPS = DEPTH / 16 / TEAMS;  // of 16 k of a stage: a consumer's
 constexpr int TEAM_RUNS = RUNS > TEAMS ? RUNS / TEAMS : 1;
 constexpr int X_BOX = BM * 128, X_BYTES = BM * DEPTH * 2, W_STEP = CW * 512, W_BYTES = DEPTH / 16 * W_STEP;
-constexpr int RUN_BYTES = CW * (SCALE_BYTES + DELTA_BYTES);
-constexpr int COLUMNS = W_BYTES + RUNS * RUN_BYTES, COLUMNS_BYTES = CW * 512;  // in a stage: where ready parameters begin; of a run
+constexpr int SCALES = W_BYTES, DELTAS = SCALES + RUNS * CW * SCALE_BYTES;  // where in a stage what begins
+constexpr int COLUMNS = DELTAS + RUNS * CW * DELTA_BYTES, COLUMNS_BYTES = CW * 512;  // ready parameters; of a run
 constexpr int W_STAGE_BYTES = COLUMNS + RUNS * COLUMNS_BYTES;
 constexpr int OUT_STRIDE = 64 + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
 constexpr int ACC = BM / 2, QUADS = ACC / 4;  // registers of sums, four at a time
 constexpr int PARTS = SPLITS * TEAMS, ROWS = BM / PARTS, OWN_QUADS = QUADS / PARTS;  // of K; of a tile that each part writes
-constexpr int OUT_ROWS = ROWS < 64 ? ROWS : 64, OUT_BYTES = OUT_ROWS * OUT_STRIDE * 2;
+constexpr int MOST_ROWS = RUNS == 8 ? 32 : 64;  // on their way out: parameters of eight runs take room
+constexpr int OUT_ROWS = ROWS < MOST_ROWS ? ROWS : MOST_ROWS, OUT_BYTES = OUT_ROWS * OUT_STRIDE * 2;
 constexpr int WORDS = X_STAGES * X_BYTES, OUT = WORDS + W_STAGES * W_STAGE_BYTES;  // where what begins
 constexpr int SUMS = SPLITS > 1 ? 0 : OUT + CONSUMERS * OUT_BYTES;  // over the stages, where a block has one tile
 constexpr int SUMS_BYTES = QUADS * CW * 128 * 16;
@@ -62,11 +63,14 @@ struct alignas(64) TensorMap {
 struct Problem {
     TensorMap x;     // [M][K], boxes of 64 k × box_rows rows, 128-byte swizzle, zeros outside
     TensorMap words; // [K/16][blocks64·64] words in pairs, boxes of a stage's steps × CW blocks, zeros outside
+    TensorMap scale; // [groups][blocks64·64], boxes of RUNS groups, or of one, × CW blocks, zeros outside
+    TensorMap delta; // likewise
     u16* y;          // [M][N]
     float4* partial; // [pieces][OWN_QUADS][CONSUMER_THREADS]
     u32* arrived;    // [cut tiles][CONSUMERS], zero between launches
     int M, N;
-    int blocks64, chunks, groups, runs_per_group;  // chunks: the last may reach beyond K, to zeros of x and words
+    int blocks64, chunks;  // chunks: the last may reach beyond K, to zeros of x and words
+    int runs_per_group, runs_per_box;
     int row_tiles, box_rows;
     int whole;       // tiles that are dealt out whole
     int piece, total;  // chunks of the cut tiles: per block, at most a tile's, and altogether
@@ -74,22 +78,13 @@ struct Problem {
 
 struct Arguments {
     Problem p;
-    Weight w;
+    const u16* bias;  // [N], or null
 };
 
 // v, which is the same in all lanes of a warp, said so that addresses made of it go to uniform registers.
 DEVICE int uniform(int v) { return __shfl_sync(0xffffffff, v, 0); }
 
 // ---- barriers, the copy engine, wgmma --------------------------------------------------------------------------------
-
-DEVICE void barriers_made() {  // by other lanes of the warp, too
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    __syncwarp();
-}
-
-DEVICE void barrier_expect(u32 at, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
 
 // What this thread has read of a stage is read before the copy engine, to whom a barrier alone says nothing of it, writes
 // there again.
@@ -100,32 +95,10 @@ DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barr
                  "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-DEVICE void load_bulk(u32 to, const void* from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier) : "memory");
-}
-
-// ---- clusters: blocks that run together and reach into each other's shared memory --------------------------------------
-
 DEVICE int cluster_rank() {
     u32 rank = 0;
     if (SPLITS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
-}
-
-// All blocks of the cluster are here. What they have written is not waited for, which takes a microsecond.
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Four floats into the memory of a block of the cluster, counted by its barrier when they are there.
-DEVICE void send(int rank, u32 at, const float* v, u32 barrier) {
-    asm volatile(
-        "{ .reg .u32 to, full;\n"
-        "mapa.shared::cluster.u32 to, %0, %6;\n"
-        "mapa.shared::cluster.u32 full, %1, %6;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%2, %3, %4, %5}, [full]; }" ::"r"(at),
-        "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(rank) : "memory");
 }
 
 template <int REGISTERS> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
@@ -178,13 +151,9 @@ DEVICE void store_matrices(u32 at, u32 a, u32 b) {  // transposing: a lane's two
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 
-DEVICE float4 load_floats(u32 at) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
-    return v;
+DEVICE void store_shared8(u32 at, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
 }
-
-DEVICE void add4(float* v, float4 f) { v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w; }
 
 DEVICE int load_acquire(const u32* at) {
     int v;
@@ -287,37 +256,34 @@ DEVICE void init_x(u32 memory, int lane) {
 }
 
 // Copies chunk after chunk of the weight. Nothing but weights, so that it need not wait for the kernel before.
-DEVICE void load_words(const Problem& p, const Weight& w, u32 memory) {
+DEVICE void load_words(const Problem& p, u32 memory) {
     WRing ring;
     Item item;
     asm volatile("prefetch.tensormap [%0];" ::"l"(&p.words) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.scale) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.delta) : "memory");
     for (Schedule schedule(p); schedule.next(item);) {
         int row_tile, column_tile;
         place(p, item.tile, row_tile, column_tile);
-        const int block0 = column_tile * CW, blocks = min(CW, p.blocks64 - block0);
-        int group = item.first * RUNS / p.runs_per_group;
-        int runs_left = p.runs_per_group - item.first * RUNS % p.runs_per_group;
-        bool params = true;  // whether the chunk's parameters are not in registers yet
+        const int column = column_tile * BN;
+        int group = item.first * RUNS / p.runs_per_group, in_group = item.first * RUNS % p.runs_per_group;
 #pragma unroll 1
         for (int chunk = item.first; chunk < item.end; chunk++) {
-            const u32 full = ring.full(memory);
-            u32 to = memory + WORDS + ring.slot * W_STAGE_BYTES;
+            const bool params = RUNS > 1 || in_group == 0 || chunk == item.first;
+            const u32 full = ring.full(memory), to = memory + WORDS + ring.slot * W_STAGE_BYTES;
             barrier_wait(full + 8, ring.parity ^ 1);
-            barrier_expect(full, W_BYTES + (params ? blocks * RUNS * (SCALE_BYTES + DELTA_BYTES) : 0));
+            barrier_expect(full, params ? COLUMNS : W_BYTES);
             ring.advance();
-            load_box(to, &p.words, block0 * 64, chunk * (DEPTH / 16), full);
-            to += W_BYTES;
-            bool next = RUNS > 1;
+            load_box(to, &p.words, column, chunk * (DEPTH / 16), full);
 #pragma unroll 1
-            for (int run = 0; run < RUNS; run++, to += RUN_BYTES) {
+            for (int run = 0; run < RUNS; run += p.runs_per_box) {
                 if (params) {
-                    const i64 at = (i64)group * p.blocks64 + block0;
-                    load_bulk(to, w.S + at * SCALE_BYTES, blocks * SCALE_BYTES, full);
-                    load_bulk(to + CW * SCALE_BYTES, w.delta + at * 64, blocks * DELTA_BYTES, full);
+                    load_box(to + SCALES + run * (CW * SCALE_BYTES), &p.scale, column, group, full);
+                    load_box(to + DELTAS + run * (CW * DELTA_BYTES), &p.delta, column, group, full);
                 }
-                if (--runs_left == 0) group = min(group + 1, p.groups - 1), runs_left = p.runs_per_group, next = true;
+                in_group++;
+                if (in_group == p.runs_per_group) group += p.runs_per_box, in_group = 0;
             }
-            params = next;
         }
     }
 }
@@ -345,34 +311,12 @@ DEVICE void load_x(const Problem& p, u32 memory) {
     }
 }
 
-// Scale and δ of a column as `weights` takes them, in eight bytes: 16-bit arithmetic, unless the pack has scales in fp32.
-#if SCALE32
-using Column = Affine;
-DEVICE uint2 packed(Column c) { return make_uint2(__float_as_uint(c.step), __float_as_uint(c.base)); }
-DEVICE Column column_of(float scale, float delta) { return affine(scale, delta); }
-DEVICE Column unpacked(u32 a, u32 b) { return Column{__uint_as_float(a), __uint_as_float(b)}; }
-#else
-using Column = Centred;
-DEVICE Column column_of(float scale, float delta) { return centred(scale, delta); }
-#if BF16
-#define LAST fine
-#else
-#define LAST minus_high
-#endif
-DEVICE uint2 packed(Column c) { return make_uint2(__byte_perm(c.scale, c.rest, 0x5410), __byte_perm(c.minus, c.LAST, 0x5410)); }
-DEVICE Column unpacked(u32 a, u32 b) {
-    Column c;
-    c.scale = __byte_perm(a, 0, 0x1010), c.rest = __byte_perm(a, 0, 0x3232);
-    c.minus = __byte_perm(b, 0, 0x1010), c.LAST = __byte_perm(b, 0, 0x3232);
-    return c;
-}
-#endif
-
-// Make parameters ready, which each of four lanes would else do for itself. Of 64 columns, a lane has one, in the order
-// in which the pack has them; the two of word j in lanes 4r … 4r + 3 go to unit 8j + r of sixteen bytes.
+// Make parameters ready, which each of four lanes would else do for itself. Of 64 columns, a lane has one; the two of word
+// j in lanes 4r … 4r + 3 go to unit 8j + r of sixteen bytes, so that sixteen lanes fill 128. Several runs and blocks at a
+// time, so that they need not wait for one another's shared memory and division.
 DEVICE void prepare(const Problem& p, u32 memory) {
-    const int lane = threadIdx.x % 32, at = threadIdx.x / 32 % 2 * 32 + lane;
-    const int i = COLUMN ? at / 32 * 4 + at / 2 % 4 : at % 8, r = COLUMN ? at / 8 % 4 * 2 + at % 2 : at / 8;
+    constexpr int BLOCKS = RUNS * CW, BATCH = BLOCKS % 4 == 0 ? 4 : BLOCKS % 3 == 0 ? 3 : BLOCKS;
+    const int at = threadIdx.x % 64, j = at / 16, r = at / 2 % 8, i = 2 * j + at % 2;
     WRing ring;
     Item item;
     for (Schedule schedule(p); schedule.next(item);) {
@@ -382,16 +326,17 @@ DEVICE void prepare(const Problem& p, u32 memory) {
             barrier_wait(ring.full(memory), ring.parity);
             if (RUNS > 1 || in_group == 0 || chunk == item.first) {
                 const u32 stage = memory + WORDS + ring.slot * W_STAGE_BYTES;
-                u32 from = stage + W_BYTES, to = stage + COLUMNS + (i / 2 * 8 + r) * 16 + i % 2 * 8;
+                u32 scale = stage + SCALES + param_offset<SCALE_BYTES / 64>(r, i), delta = stage + DELTAS + param_offset<4>(r, i);
+                u32 to = stage + COLUMNS + at * 8;
 #pragma unroll 1
-                for (int run = 0; run < RUNS; run++, from += RUN_BYTES)
-#pragma unroll 1
-                    for (int b = 0; b < CW; b++, to += 512) {
-                        const u32 scale = from + b * SCALE_BYTES + at * (SCALE_BYTES / 64);
-                        const float delta = load_shared4(from + CW * SCALE_BYTES + b * DELTA_BYTES + at * 4);
-                        const uint2 v = packed(column_of(scale_in(scale), delta));
-                        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
-                    }
+                for (int b = 0; b < BLOCKS; b += BATCH) {
+                    float s[BATCH], d[BATCH];
+#pragma unroll
+                    for (int e = 0; e < BATCH; e++) s[e] = scale_in(scale + e * SCALE_BYTES), d[e] = load_shared4(delta + e * DELTA_BYTES);
+#pragma unroll
+                    for (int e = 0; e < BATCH; e++) store_shared8(to + e * 512, ready_column(s[e], d[e]));
+                    scale += BATCH * SCALE_BYTES, delta += BATCH * DELTA_BYTES, to += BATCH * 512;
+                }
             }
             reads_done();
             barrier_arrive(ready(ring, memory));
@@ -403,7 +348,7 @@ DEVICE void prepare(const Problem& p, u32 memory) {
 
 struct Consumer {
     const Problem& p;
-    const Weight& w;
+    const u16* bias;
     const u32 memory;
     const int thread, consumer, team, warp, lane, r;  // thread and warp within the warpgroup; its 64 columns are `consumer`
     XRing rows;                                       // where wgmma is
@@ -412,8 +357,8 @@ struct Consumer {
     uint4 columns[TEAM_RUNS];                         // parameters of the chunk that is decoded, two columns each
     int group_left;                                   // chunks that begin in its group and are not read yet
 
-    DEVICE Consumer(const Problem& p, const Weight& w, u32 memory)
-        : p(p), w(w), memory(memory), thread(threadIdx.x % 128), consumer(uniform(threadIdx.x / 128) % CW),
+    DEVICE Consumer(const Problem& p, const u16* bias, u32 memory)
+        : p(p), bias(bias), memory(memory), thread(threadIdx.x % 128), consumer(uniform(threadIdx.x / 128) % CW),
           team(uniform(threadIdx.x / 128) / CW), warp(uniform(thread / 32)), lane(thread % 32), r(lane / 4) {}
 
     DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(team * CW + consumer + 1) : "memory"); }
@@ -442,7 +387,7 @@ struct Consumer {
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const uint4 c = columns[s * TEAM_RUNS / STEPS];
-            weights(a[s], word[s], unpacked(c.x, c.y), unpacked(c.z, c.w));
+            weights(a[s], word[s], ::column(make_uint2(c.x, c.y)), ::column(make_uint2(c.z, c.w)));
         }
     }
 
@@ -532,7 +477,8 @@ struct Consumer {
     // Add what the blocks of the cluster have of the tile; each gets the sums of its own ROWS rows, first in acc.
     DEVICE void add_splits(float (&acc)[ACC]) const {
         sync_all();
-        cluster_sync();  // the stages of all are free
+        cluster_arrive();
+        cluster_wait();  // the stages of all are free
         const u32 at = memory + SUMS + threadIdx.x * 16, from = at + cluster_rank() * (OWN_QUADS * CONSUMER_THREADS * 16);
 #pragma unroll
         for (int rank = 0; rank < SPLITS; rank++)
@@ -573,11 +519,11 @@ struct Consumer {
     // OUT_ROWS at a time.
     DEVICE void write(float (&acc)[ACC], int row0, int first, int column0) {
         const u32 out = memory + OUT + (team * CW + consumer) * OUT_BYTES;
-        float bias[2];
+        float add[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int n = column0 + column(h);
-            bias[h] = w.bias && n < p.N ? f32_of(w.bias[n]) : 0.f;
+            add[h] = bias && n < p.N ? f32_of(bias[n]) : 0.f;
         }
 #pragma unroll
         for (int pass = 0; pass < ROWS / OUT_ROWS; pass++) {
@@ -585,8 +531,8 @@ struct Consumer {
             for (int i = 0; i < OUT_ROWS / 8; i++) {
                 const float* v = acc + (pass * (OUT_ROWS / 8) + i) * 4;
                 const int row = i * 8 + (lane & 7), at = warp * 16 + (lane >> 3 & 1) * 8;
-                store_matrices(out + (row * OUT_STRIDE + at) * 2, pack2(v[0] + bias[0], v[1] + bias[0]),
-                               pack2(v[2] + bias[1], v[3] + bias[1]));
+                store_matrices(out + (row * OUT_STRIDE + at) * 2, pack2(v[0] + add[0], v[1] + add[0]),
+                               pack2(v[2] + add[1], v[3] + add[1]));
             }
             sync();
             write_rows(out, row0 + pass * OUT_ROWS, first, column0 + consumer * 64);
@@ -647,7 +593,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) hopper(cons
         if (warp == 1) init_x(memory, lane);
         if (warp < 2) {  // who need not wait for each other
             asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory");
-            if (lane == 0 && warp == 0) load_words(arguments.p, arguments.w, memory);
+            if (lane == 0 && warp == 0) load_words(arguments.p, memory);
             if (lane == 0 && warp == 1) load_x(arguments.p, memory);
         } else {
             asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory");
@@ -656,6 +602,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) hopper(cons
     } else {
         registers_up<CONSUMER_REGISTERS>();
         asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory");
-        Consumer(arguments.p, arguments.w, memory).run();
+        Consumer(arguments.p, arguments.bias, memory).run();
     }
 }

@@ -41,13 +41,25 @@ DEVICE u32 pack2(float low, float high) {  // two floats, each rounded once, in 
 
 DEVICE float low_half(u32 v) { return f32_of((u16)v); }
 
+DEVICE u32 low_twice(u32 v) {  // either half twice; instructions on two halves take it so, at no cost
+    u32 d;
+    asm("{ .reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low}; }" : "=r"(d) : "r"(v));
+    return d;
+}
+
+DEVICE u32 high_twice(u32 v) {
+    u32 d;
+    asm("{ .reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high}; }" : "=r"(d) : "r"(v));
+    return d;
+}
+
+DEVICE void add4(float* v, float4 t) { v[0] += t.x, v[1] += t.y, v[2] += t.z, v[3] += t.w; }
+
 DEVICE float reciprocal(float v) {
     float d;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
     return d;
 }
-
-DEVICE float nearest(float v) { return (v + 12582912.f) - 12582912.f; }  // whole number, up to 2²²: 1.5·2²³ has no room for less
 
 DEVICE u16 round16(float v) { return (u16)pack2(v, 0.f); }
 
@@ -100,6 +112,12 @@ DEVICE uint4 load_shared16(u32 at) {
     return v;
 }
 
+DEVICE float4 load_floats(u32 at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
 DEVICE void store_shared16(u32 at, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
@@ -127,6 +145,9 @@ DEVICE void load_matrices(u32 (&d)[2], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(at) : "memory");
 }
 
+// v of lane `from` of the four lanes 4r … 4r + 3 that this one is of.
+DEVICE u32 from_quad(u32 v, int from) { return __shfl_sync(0xffffffff, v, from, 4); }
+
 // ---- barriers in shared memory ---------------------------------------------------------------------------------
 
 DEVICE void barrier_init(u32 at, int arrivals) {
@@ -151,6 +172,33 @@ DEVICE void barrier_wait(u32 at, u32 parity) {
         "r"(parity)
         : "memory");
 }
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void barriers_made() {  // by other lanes of the warp, too
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+}
+
+DEVICE void barrier_expect(u32 at, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+// ---- clusters: blocks that run together and reach into each other's shared memory --------------------------------
+
+// All blocks of the cluster have arrived. What they have written is not waited for, which takes a microsecond.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Four floats into the memory of a block of the cluster, counted by its barrier when they are there.
+DEVICE void send(int rank, u32 at, const float* v, u32 barrier) {
+    asm volatile(
+        "{ .reg .u32 to, full;\n"
+        "mapa.shared::cluster.u32 to, %0, %6;\n"
+        "mapa.shared::cluster.u32 full, %1, %6;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%2, %3, %4, %5}, [full]; }" ::"r"(at),
+        "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(rank) : "memory");
+}
+#endif
 
 // ---- launches that overlap -------------------------------------------------------------------------------------
 

@@ -14,18 +14,18 @@
 //
 // A block computes BM rows × BN columns over a slice of K. Its warps form WK teams of WM × WN warps; teams divide the
 // slice of K, the warps of a team divide rows and columns and share the stages. At the end teams are summed in shared
-// memory, then slices in global memory by the block that finishes last, always in the same order: repeats are bitwise
-// equal, and nothing is rounded to 16 bits before the one final cast.
+// memory, then blocks: in global memory by the one that finishes last, or, where the blocks of a tile are a cluster,
+// each block a part of the tile, which the others send into its shared memory. Always in the same order: repeats are
+// bitwise equal, and nothing is rounded to 16 bits before the one final cast.
 //
 // Two ways with scale and zero point, W = (q − 8)·scale + δ:
 //   fold    (DECODE 0)  fragments are the exact integers q − 8. After each group  acc += scale·part + δ·Σx,  with Σx from
 //                       one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of accumulators,
 //                       so few rows only.
-//   decode  (DECODE 1)  fragments are W itself, computed in fp32 and rounded once to 16 bits, as a dequantised weight
-//                       would be. Six instructions for two weights, hidden behind the mma of 64 rows.
+//   decode  (DECODE 1)  fragments are W itself, rounded once to 16 bits as a dequantised weight would be (weight.cuh).
 // With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
 //
-// PAIR computes silu(x @ W) · (x @ W2): odd warps of a team along N work on W2, and the epilogue combines.
+// PAIR computes silu(x @ W) · (x @ W2): of 64 columns every second are W2's, and the epilogue combines.
 
 #ifndef MT
 #define MT 1      // tiles of eight rows per warp
@@ -58,8 +58,8 @@ static_assert(PASSES <= MT, "the stages are too small for the tile of one row of
 struct Problem {
     const u16* x;       // [M][ldx], sixteen-byte aligned rows
     void* y;            // [M][N], 16-bit; fp32 where SYMMETRIC
-    float* partial;     // [tiles − whole][splits][BM][BN]
-    u32* arrived;       // [tiles − whole], zero between launches
+    float* partial;     // [cut tiles][splits][BM][BN]
+    u32* arrived;       // [cut tiles], zero between launches
     i64 ldx;
     int M, N, K;        // as the caller knows them: B, S and delta are padded
     int blocks64;       // 64-column blocks of B
@@ -67,15 +67,55 @@ struct Problem {
     int units_per_group;
     int row_tiles;
     int whole, splits;  // tiles of a block each; of the blocks after them, so many divide K of a tile
+    int clustered;      // whether those are a cluster
 };
 
-struct Params {  // of the eight columns of a lane, i ↔ column 8i + r of the 64
+template <int WORDS> DEVICE void load_words(u32 (&v)[WORDS], u32 at) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+        const uint4 four = load_shared16(at + i * 4);
+        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    }
+}
+
+// Parameters of the eight columns of a lane, i ↔ column 8i + r of the 64, from where they begin.
+struct Params {
     float scale[8], delta[8];
 };
 
 DEVICE void load_params(Params& p, u32 at, int r) {
+#if COLUMN
 #pragma unroll
     for (int i = 0; i < 8; i++) p.scale[i] = scale_at(at, r, i), p.delta[i] = delta_at(at + SCALE_BYTES, r, i);
+#else
+    constexpr int WORDS = SCALE_BYTES / 32;  // that hold a lane's eight scales
+    u32 scale[WORDS], delta[8] = {};
+    load_words(scale, at + r * (WORDS * 4));
+    if (!SYMMETRIC) load_words(delta, at + SCALE_BYTES + r * 32);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        p.scale[i] = SCALE32 ? __uint_as_float(scale[i % WORDS]) : f32_of_half((u16)(scale[i / 2 % WORDS] >> i % 2 * 16));
+        p.delta[i] = __uint_as_float(delta[i]);
+    }
+#endif
+}
+
+// The same, ready for `weights`. Each of the four lanes with these columns computes two.
+DEVICE void load_columns(uint2 (&c)[8], u32 at, int lane) {
+    const int r = lane >> 2;
+#if COLUMN
+#pragma unroll
+    for (int i = 0; i < 8; i++) c[i] = ready_column(scale_at(at, r, i), delta_at(at + SCALE_BYTES, r, i));
+#else
+    uint2 own[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int i = (lane & 3) * 2 + e;
+        own[e] = ready_column(scale_at(at, r, i), delta_at(at + SCALE_BYTES, r, i));
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) c[i] = make_uint2(from_quad(own[i & 1].x, i >> 1), from_quad(own[i & 1].y, i >> 1));
+#endif
 }
 
 struct Arguments {
@@ -264,7 +304,7 @@ DEVICE void fold(float (&acc)[4][MT][4], float (&part)[4][MT][4], float (&sum)[M
 // The chunks of one team, from `first` on, into acc.
 DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load, Meeting& meet, u32 memory, Place at, int first,
                          int chunks) {
-    const int lane = at.lane, r = lane >> 2;
+    const int lane = at.lane;
 #if !DECODE
     float part[4][MT][4] = {}, sum[MT][4] = {};
 #if !SYMMETRIC
@@ -272,6 +312,9 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
     const u32 ones[4] = {one, one, one, one};
 #endif
     int units_left = p.units_per_group - first * UNITS % p.units_per_group;
+#else
+    uint2 columns[8];
+    int units_left = 0, units = p.units_per_group - first * UNITS % p.units_per_group;  // of this group and of the next
 #endif
     const u32 end = memory + STAGES * STAGE_BYTES, x_at = kept(at.wm * MT * 1024 + x_lane(lane)), lane16 = kept(lane * 16);
     u32 stage = memory, ahead = memory;
@@ -298,23 +341,23 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
         for (int u = 0; u < UNITS; u++) {
             const u32 params = stage + X_BYTES + W_BYTES + (at.wn * UNITS + u) * PARAM_BYTES;
 #if DECODE
-            Params g;
-            Affine columns[8];
-            load_params(g, params, r);
-#pragma unroll
-            for (int i = 0; i < 8; i++) columns[i] = affine(g.scale[i], g.delta[i]);
+            if (units_left == 0) {
+                load_columns(columns, params, lane);
+                units_left = units, units = p.units_per_group;
+            }
+            units_left--;
 #endif
 #pragma unroll
             for (int step = u * UNIT_STEPS; step < (u + 1) * UNIT_STEPS; step++) {
-                const uint4 words = load_shared16(stage + X_BYTES + (at.wn * 4 + step) * 512 + lane16);
-                const u32 word[4] = {words.x, words.y, words.z, words.w};
+                u32 word[4];
+                load_words(word, stage + X_BYTES + (at.wn * 4 + step) * 512 + lane16);
                 u32 x[MT][2];
                 load_x(x, stage + x_at, step);
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     u32 a[4];
 #if DECODE
-                    weights(a, word[j], columns[2 * j], columns[2 * j + 1]);
+                    weights(a, word[j], column(columns[2 * j]), column(columns[2 * j + 1]));
 #pragma unroll
                     for (int i = 0; i < MT; i++) mma(acc[j][i], a, x[i][0], x[i][1]);
 #else
@@ -331,7 +374,7 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
 #if !DECODE
             if (--units_left == 0 || (chunks == 0 && u == UNITS - 1)) {
                 Params g;
-                load_params(g, params, r);
+                load_params(g, params, lane >> 2);
                 fold(acc, part, sum, g);
                 units_left = p.units_per_group;
             }
@@ -371,7 +414,7 @@ DEVICE int output_column(int block, int c) {
     return PAIR ? block * (BN / 2) + (c >> 7) * 64 + (c & 63) : block * BN + c;
 }
 
-// The last block of a tile adds the slices in their order.
+// Whether this block is the last of a tile's to be done, which adds the slices in their order.
 DEVICE bool last_to_arrive(u32* arrived, int splits) {
     __shared__ int before;
     __threadfence();
@@ -384,26 +427,85 @@ DEVICE bool last_to_arrive(u32* arrived, int splits) {
     return true;
 }
 
-DEVICE void add4(float (&v)[4], float4 t) { v[0] += t.x, v[1] += t.y, v[2] += t.z, v[3] += t.w; }
-
 // Rows of a pass: those of MT/PASSES tiles of every warp.
 DEVICE int row_of(int pass, int m) {
     constexpr int ROWS = MT / PASSES * 8;  // per warp
     return m / ROWS * (MT * 8) + pass * ROWS + m % ROWS;
 }
 
-// f(m, c) for each row of a run and each quad of columns that is one of the output's.
+// Quads of columns in a row of the tile that are the output's, and where one begins: in a PAIR, columns of W and W2
+// alternate by 64.
+constexpr int QUADS = PAIR ? BN / 8 : BN / 4;
+DEVICE int quad_column(int q) { return PAIR ? (q >> 4) * 128 + (q & 15) * 4 : q * 4; }
+DEVICE int quad_of(int c) { return PAIR ? (c >> 7) * 16 + (c & 63) / 4 : c / 4; }
+
+// f(m, c) for each row of a run and each quad of columns that is one of the output's, or of the tile's.
 template <typename F> DEVICE void for_quads(int rows, bool pairs, F f) {
-    const int quads = pairs ? BN / 8 : BN / 4;
-    for (int i = threadIdx.x; i < rows * quads; i += THREADS) {
-        const int q = i % quads * 4;
-        f(i / quads, pairs ? (q >> 6) * 128 + (q & 63) : q);  // in a PAIR, columns of W and W2 alternate by 64
-    }
+    const int quads = pairs ? QUADS : BN / 4;
+    for (int i = threadIdx.x; i < rows * quads; i += THREADS) f(i / quads, pairs ? quad_column(i % quads) : i % quads * 4);
 }
 
-// Sum the teams' tiles [WK][BM/PASSES][TILE_STRIDE]; write outputs, or this slice's partial sums where there are.
-DEVICE void finish_pass(const Problem& p, const u16* bias, const u16* bias2, const float* tiles, float* partial, int pass,
-                        int block, i64 row0) {
+// The blocks that divide K of a tile, where they are a cluster. Of its quads, row by row, block `rank` adds every
+// `splits`-th, and has of all blocks what is to be added in its own shared memory: [splits][slots].
+#if __CUDA_ARCH__ >= 900
+struct Cluster {
+    static constexpr int VALUES = PAIR ? 2 : 1;  // quads of sums for a quad of outputs
+    const bool exists;
+    const int splits, rank, quads, slots;  // quads: of those rows of the tile that are rows of x
+    const u32 sums;
+    u32 barrier;
+
+    DEVICE Cluster(const Problem& p, u32 sums, int splits, int rank, i64 row0)
+        : exists(p.clustered && splits > 1), splits(splits), rank(rank), quads((int)min((i64)BM, p.M - row0) * QUADS),
+          slots(BM * QUADS / splits), sums(sums) {
+        __shared__ u64 arrived;
+        barrier = shared_address(&arrived);
+        if (!exists) return;
+        if (threadIdx.x == 0) barrier_init(barrier, 1), barrier_expect(barrier, own() * splits * (VALUES * 16));
+        barriers_made();
+        cluster_arrive();
+    }
+
+    DEVICE int own() const { return (quads - rank + splits - 1) / splits; }
+
+    DEVICE void meet() const {
+        if (exists) cluster_wait();
+    }
+
+    DEVICE void send_quad(int quad, const float (&v)[4], const float (&v2)[4]) const {
+        const u32 to = sums + (rank * slots + quad / splits) * (VALUES * 16);
+        send(quad % splits, to, v, barrier);
+        if (PAIR) send(quad % splits, to + 16, v2, barrier);
+    }
+
+    DEVICE void finish(const Problem& p, const u16* bias, const u16* bias2, int block, i64 row0) const {
+        barrier_wait(barrier, 0);
+        for (int slot = threadIdx.x; slot < own(); slot += THREADS) {
+            float v[4] = {}, v2[4] = {};
+            for (int s = 0; s < splits; s++) {
+                const u32 from = sums + (s * slots + slot) * (VALUES * 16);
+                add4(v, load_floats(from));
+                if (PAIR) add4(v2, load_floats(from + 16));
+            }
+            const int quad = slot * splits + rank;
+            store4(p, bias, bias2, row0 + quad / QUADS, output_column(block, quad_column(quad % QUADS)), v, v2);
+        }
+    }
+};
+#else  // no such thing
+struct Cluster {
+    static constexpr bool exists = false;
+    DEVICE Cluster(const Problem&, u32, int, int, i64) {}
+    DEVICE void meet() const {}
+    DEVICE void send_quad(int, const float (&)[4], const float (&)[4]) const {}
+    DEVICE void finish(const Problem&, const u16*, const u16*, int, i64) const {}
+};
+#endif
+
+// Sum the teams' tiles [WK][BM/PASSES][TILE_STRIDE]; write outputs, or send them to the cluster, or write them as
+// partial sums, where there are such.
+DEVICE void finish_pass(const Problem& p, const u16* bias, const u16* bias2, const float* tiles, float* partial,
+                        const Cluster& cluster, int pass, int block, i64 row0) {
     auto sum = [&](int m, int c, float (&v)[4]) {
         for (int k = 0; k < WK; k++) add4(v, *(const float4*)(tiles + (k * (BM / PASSES) + m) * TILE_STRIDE + c));
     };
@@ -417,22 +519,42 @@ DEVICE void finish_pass(const Problem& p, const u16* bias, const u16* bias2, con
             return;
         }
         if (PAIR) sum(m, c + 64, v2);
+        if (cluster.exists) return cluster.send_quad(row * QUADS + quad_of(c), v, v2);
         store4(p, bias, bias2, row0 + row, output_column(block, c), v, v2);
     });
 }
 
 // Sum the slices' partial sums [splits][BM][BN] and write outputs.
-DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, const float* partials, int block, i64 row0) {
-    auto sum = [&](int m, int c, float (&v)[4]) {
-        for (int s = 0; s < p.splits; s++) add4(v, __ldcg((const float4*)(partials + ((i64)s * BM + m) * BN + c)));
-    };
-    for_quads(BM, PAIR, [&](int m, int c) {
-        if (row0 + m >= p.M) return;
-        float v[4] = {}, v2[4] = {};
-        sum(m, c, v);
-        if (PAIR) sum(m, c + 64, v2);
-        store4(p, bias, bias2, row0 + m, output_column(block, c), v, v2);
-    });
+// Several quads at a time, as each takes as long as the way to global memory.
+DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, const float* from, int block, i64 row0) {
+    constexpr int TOTAL = BM * QUADS, ROUNDS = TOTAL < THREADS ? 1 : TOTAL / THREADS, AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;
+    for (int first = threadIdx.x; first < TOTAL; first += AT_ONCE * THREADS) {
+        float v[AT_ONCE][4] = {}, v2[AT_ONCE][4] = {};
+        auto at = [&](int u) {
+            const int quad = first + u * THREADS;
+            return quad / QUADS * BN + quad_column(quad % QUADS);
+        };
+        auto is_row = [&](int u) { return first + u * THREADS < TOTAL && row0 + (first + u * THREADS) / QUADS < p.M; };
+        for (int slice = 0; slice < p.splits; slice++) {
+            float4 t[AT_ONCE] = {}, t2[AT_ONCE] = {};
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++)
+                if (is_row(u)) {
+                    t[u] = __ldcg((const float4*)(from + slice * (BM * BN) + at(u)));
+                    if (PAIR) t2[u] = __ldcg((const float4*)(from + slice * (BM * BN) + at(u) + 64));
+                }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                add4(v[u], t[u]);
+                if (PAIR) add4(v2[u], t2[u]);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int quad = first + u * THREADS;
+            if (is_row(u)) store4(p, bias, bias2, row0 + quad / QUADS, output_column(block, quad_column(quad % QUADS)), v[u], v2[u]);
+        }
+    }
 }
 
 // One block per multiprocessor is enough: shared memory allows no more of most tiles, and without the 1 ptxas spills to
@@ -459,10 +581,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
                    second ? arguments.w2.delta : arguments.w.delta, nullptr};
     Loader load(p, w, row0, block64, at.wm, at.wn, lane, first);
     Meeting meet(at.team);
+    const Cluster cluster(p, shared_address(memory) + WK * STAGES * STAGE_BYTES, splits, split, row0);
     team_product(acc, p, load, meet, shared_address(memory) + at.team * STAGES * STAGE_BYTES, at, first, chunks);
 
+    cluster.meet();
     float* tiles = (float*)memory;
     float* partials = p.partial + (i64)(tile - p.whole) * splits * BM * BN;
+    float* partial = splits > 1 && !cluster.exists ? partials + (i64)split * BM * BN : nullptr;
     const int r = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
@@ -477,9 +602,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
                     tiles[(at.team * (BM / PASSES) + m) * TILE_STRIDE + n] = acc[j][pass * (MT / PASSES) + i][c];
                 }
         __syncthreads();
-        finish_pass(p, arguments.w.bias, arguments.w2.bias, tiles, splits > 1 ? partials + (i64)split * BM * BN : nullptr, pass,
-                    block, row0);
+        finish_pass(p, arguments.w.bias, arguments.w2.bias, tiles, partial, cluster, pass, block, row0);
     }
-    if (splits > 1 && last_to_arrive(p.arrived + tile - p.whole, splits))
+    if (cluster.exists)
+        cluster.finish(p, arguments.w.bias, arguments.w2.bias, block, row0);
+    else if (splits > 1 && last_to_arrive(p.arrived + tile - p.whole, splits))
         finish_slices(p, arguments.w.bias, arguments.w2.bias, partials, block, row0);
 }

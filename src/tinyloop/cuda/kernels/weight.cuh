@@ -7,6 +7,9 @@
 #ifndef SCALE32
 #define SCALE32 0  // scales are fp32, where fp16 would lose bits
 #endif
+#ifndef COARSE
+#define COARSE 0   // bf16 holds every scale, too
+#endif
 #ifndef SYMMETRIC
 #define SYMMETRIC 0  // no δ
 #endif
@@ -38,22 +41,30 @@ DEVICE float scale_at(u32 run, int r, int i) { return scale_in(run + param_offse
 
 DEVICE float delta_at(u32 run, int r, int i) { return SYMMETRIC ? 0.f : load_shared4(run + param_offset<4>(r, i)); }
 
-// W = (1 + q/128)·step + base in fp32, from scale and δ. Rounding `base` loses 2⁻¹⁷ of a scale at most.
-struct Affine {
+// A column's parameters as `weights` takes them, and in eight bytes, as they are kept: 16-bit arithmetic, unless the pack
+// has scales in fp32.
+#if SCALE32
+
+// W = (1 + q/128)·step + base in fp32. Rounding `base` loses 2⁻¹⁷ of a scale at most.
+struct Column {
     float step, base;
 };
 
-DEVICE Affine affine(float scale, float delta) { return Affine{128.f * scale, fmaf(-136.f, scale, delta)}; }
+DEVICE uint2 ready_column(float scale, float delta) {
+    return make_uint2(__float_as_uint(128.f * scale), __float_as_uint(fmaf(-136.f, scale, delta)));
+}
+
+DEVICE Column column(uint2 v) { return Column{__uint_as_float(v.x), __uint_as_float(v.y)}; }
 
 // W of bytes I and J of `bytes`, each 128 + q: put under the exponent of 1.0, such a byte is 1 + q/128.
-template <int I, int J> DEVICE u32 weights2(u32 bytes, Affine c) {
+template <int I, int J> DEVICE u32 weights2(u32 bytes, Column c) {
     const float a = __uint_as_float(__byte_perm(bytes, 0x3f000000, 0x7044 + I * 0x100));
     const float b = __uint_as_float(__byte_perm(bytes, 0x3f000000, 0x7044 + J * 0x100));
     return pack2(fmaf(a, c.step, c.base), fmaf(b, c.step, c.base));
 }
 
 // Eight codes of a word as W, each rounded once: the fragment of columns r (`low`) and r + 8 (`high`).
-DEVICE void weights(u32 (&a)[4], u32 w, Affine low, Affine high) {
+DEVICE void weights(u32 (&a)[4], u32 w, Column low, Column high) {
     const u32 even = and_or<0x0f0f0f0f, 0x80808080>(w), odd = and_or<0x0f0f0f0f, 0x80808080>(w >> 4);
     a[0] = weights2<0, 2>(even, low);
     a[2] = weights2<0, 2>(odd, low);
@@ -61,50 +72,48 @@ DEVICE void weights(u32 (&a)[4], u32 w, Affine low, Affine high) {
     a[3] = weights2<1, 3>(odd, high);
 }
 
-// The same in 16-bit arithmetic, 13 instructions a word in fp16 and 19 in bf16 where the above takes 23. Both constants of
+#else
+
+// The same in 16-bit arithmetic, 13 instructions a word in fp16, 19 in bf16, 15 if COARSE, where the above takes 23. Both constants of
 // an affine weight would lose bits there, so W = (q − z)·scale + rest, z being the whole number next to where W crosses
 // zero: q − z is exact and |rest| half a scale at most, so that what its rounding costs is a fraction of W's own.
-struct Centred {  // each constant twice, for two weights at a time
+struct Column {  // each constant twice, for two weights at a time
     u32 scale, rest;
 #if BF16
-    u32 minus, fine;  // −(128 + z); of scale, what bf16 does not hold of its eleven bits
+    u32 minus, fine;  // −(128 + z); of scale, what bf16 does not hold of its eleven bits, unless COARSE
 #else
     u32 minus, minus_high;  // −(1024 + z), −(64 + z)
 #endif
 };
 
-DEVICE u32 twice(float v) { return pack2(v, v); }
-
-DEVICE Centred centred(float scale, float delta) {
+DEVICE uint2 ready_column(float scale, float delta) {
 #if BF16
     const float limit = 100.f;  // to which −(128 + z) is exact. MarlinWeight.of sees to it that weights keep it
 #else
     const float limit = 1000.f;
 #endif
-    const float quotient = fmaxf(-limit, fminf(delta * reciprocal(scale), limit));  // 0/0 is a limit: scale 0 takes any
-    const float eight = nearest(quotient);  // 8 − z
-    Centred c;
-    c.scale = twice(scale);
-    c.rest = twice(fmaf(-eight, scale, delta));
+    const float whole = 12582912.f;  // a sum with 1.5·2²³ has no room for less than whole numbers
+    const float shifted = fmaf(delta, reciprocal(scale), whole);  // what scale 0 gives becomes a limit, which it takes as well
+    const float eight = fmaxf(whole - limit, fminf(shifted, whole + limit)) - whole;  // 8 − z
+    const u32 first = pack2(scale, fmaf(-eight, scale, delta));
 #if BF16
-    c.minus = twice(eight - 136.f);
-    c.fine = twice(scale - low_half(c.scale));
+    return make_uint2(first, pack2(eight - 136.f, scale - low_half(first)));
 #else
-    c.minus = twice(eight - 1032.f);
-    c.minus_high = twice(eight - 72.f);
+    return make_uint2(first, add2(pack2(eight, eight), 0xd480e408));  // −1032, −72
 #endif
-    return c;
 }
 
-DEVICE u32 scaled(u32 whole, Centred c) {  // two q − z as W
-#if BF16
+DEVICE Column column(uint2 v) { return Column{low_twice(v.x), high_twice(v.x), low_twice(v.y), high_twice(v.y)}; }
+
+DEVICE u32 scaled(u32 whole, Column c) {  // two q − z as W
+#if BF16 && !COARSE
     return fma2(whole, c.scale, fma2(whole, c.fine, c.rest));
 #else
     return fma2(whole, c.scale, c.rest);
 #endif
 }
 
-DEVICE void weights(u32 (&a)[4], u32 w, Centred low, Centred high) {
+DEVICE void weights(u32 (&a)[4], u32 w, Column low, Column high) {
     u32 v = w >> 8;
 #if BF16
     a[0] = scaled(add2(and_or<0x000f000f, 0x43004300>(w), low.minus), low);  // 128 + q − (128 + z)
@@ -118,3 +127,5 @@ DEVICE void weights(u32 (&a)[4], u32 w, Centred low, Centred high) {
     a[3] = scaled(add2(and_or<0x00f000f0, 0x54005400>(v), high.minus_high), high);
 #endif
 }
+
+#endif
