@@ -162,7 +162,7 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
             (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
             for c, step in config.hopper_configs(m.Kp, m.group_size)
         ]
-    chosen = config.choose(x.shape[0], m.Np, m.Kp, on)
+    chosen = config.choose(x.shape[0], m.Np, m.Kp, on, halves=config.in_halves(m.group_size))
     cut = {
         dataclasses.replace(tile, splits=splits, cluster=cluster and splits > 1)
         for tile in config.variants((on,), (False,)) if tile.MT == chosen.MT

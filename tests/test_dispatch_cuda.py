@@ -503,19 +503,19 @@ def shares(config: Config, chunks: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("chip", NEW)
 @pytest.mark.parametrize("pair", [False, True])
-def test_configurations(chip: str, pair: bool) -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_configurations(chip: str, pair: bool, halves: bool) -> None:
     on = CHIPS[chip]
     known = set(variants([on]))
     for M, N, K in PADDED:
-        c = choose(M, N, K, on, pair)
-        assert c == choose(M, N, K, on, pair)
+        c = choose(M, N, K, on, pair, halves)
+        assert c == choose(M, N, K, on, pair, halves)
         assert c.shared_memory(scale32=True, halves=True) + 2048 <= on.shared_memory
         assert c.threads <= 512
         assert c.splits >= 1
         assert c.WN % 2 == 0 or not pair
         assert dataclasses.replace(c, splits=1, cluster=False) in known
-        assert c.splits in (1, 2, 4, 8) if c.cluster else True
-        assert not c.cluster or (on.capability == (9, 0) and c.splits > 1)
+        assert not c.cluster or (on.capability == (9, 0) and c.splits in (2, 4, 8))
         covered = [k for first, count in shares(c, K // CHUNK) for k in range(first, first + count)]
         assert covered == list(range(K // CHUNK))  # each chunk once, in the order in which sums are added
         if c.splits > 1:
@@ -523,6 +523,20 @@ def test_configurations(chip: str, pair: bool) -> None:
             tiles = -(-M // c.rows) * -(-N * (2 if pair else 1) // c.columns)
             cut = tiles - c.whole(tiles, on.multiprocessors)
             assert cut * c.splits * c.rows * c.columns * 4 <= 64 << 20  # bytes of scratch
+
+
+def test_what_wgmma_does_not_serve_is_cut_too() -> None:
+    """Products for the correction pair, and gate and up in one launch."""
+    assert choose(32, 2048, 8192, HOPPER).splits > 1
+    assert choose(24, 2048, 4096, HOPPER, pair=True).splits > 1
+
+
+def test_small_groups_leave_clusters_room_beside_others() -> None:
+    """Two blocks a multiprocessor, where parameters of groups of 32 would leave room for one."""
+    for N in (6144, 28672):
+        whole, halves = (choose(1, N, 2048, HOPPER, halves=halves) for halves in (False, True))
+        assert (whole.STAGES, halves.STAGES) == (4, 3)
+        assert 2 * halves.shared_memory(halves=True) < HOPPER.shared_memory < 2 * whole.shared_memory(halves=True)
 
 
 def test_only_tiles_beyond_full_rounds_are_cut() -> None:

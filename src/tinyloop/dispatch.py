@@ -277,12 +277,13 @@ def marlin_available(device: str | torch.device = "cuda") -> bool:
 
 
 def _config(kernel: str, p: Problem, on: Chip) -> str:
-    from .cuda.config import choose, choose_hopper
+    from .cuda.config import choose, choose_hopper, in_halves
 
+    group = -1 if p.G == p.K else p.G
     N, K = padded(p)
     if kernel == "hopper":
-        return str(choose_hopper(p.M, N, K, -1 if p.G == p.K else p.G, on.multiprocessors))
-    return str(choose(p.M, N, K, on)) if kernel == "tensor_core" else ""
+        return str(choose_hopper(p.M, N, K, group, on.multiprocessors))
+    return str(choose(p.M, N, K, on, halves=in_halves(group))) if kernel == "tensor_core" else ""
 
 
 def _name(dtype: torch.dtype) -> str:

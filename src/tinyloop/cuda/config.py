@@ -78,7 +78,7 @@ class Config:
 
     def __str__(self) -> str:
         way = "decode" if self.DECODE else "fold"
-        slices = f"{self.splits} slices" + (" in a cluster" if self.cluster else "")
+        slices = f"{self.splits} slice{'s' * (self.splits > 1)}" + (" in a cluster" if self.cluster else "")
         return f"{self.rows}×{self.columns} tiles, {self.WK} teams, {self.STAGES} stages, {slices}, {way}"
 
 
@@ -115,7 +115,7 @@ _FEW = (
     _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
     _Few(_ANY, _ANY, _ANY, None),
 )
-# Elsewhere: rows up to, columns from.
+# Elsewhere, and on Hopper for what wgmma does not serve, pairs and symmetric products: rows up to, columns from.
 _TILES = (
     (8, 32768, Config(1, 1, 2, 4, 3, False)),
     (8, 8512, Config(1, 1, 1, 8, 3, False)),
@@ -136,6 +136,11 @@ _MANY = (
 _ADDING = 2.6  # µs that slices cost: sums through global memory, and a wait for the last block
 
 
+def in_halves(group: int) -> bool:
+    """Whether groups of this size, -1 for one over K, begin in the middle of a chunk."""
+    return group > 0 and group % CHUNK != 0
+
+
 def wgmma_is_faster(M: int, N: int, K: int) -> bool:
     """Whether, on Hopper, hopper.cu is faster than tensor_core.cu for M rows, N and K as padded."""
     return _few(M, N, K) is None
@@ -146,16 +151,22 @@ def _few(M: int, N: int, K: int) -> Config | None:
     return next(f.config for f in _FEW if f.rows >= M and f.blocks >= blocks and f.chunks >= chunks)
 
 
-def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
-    """The configuration for M rows, N and K as padded, two weights of N columns for a pair."""
+def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = False) -> Config:
+    """The configuration for M rows, N and K as padded, two weights of N columns for a pair, groups that begin in the
+    middle of a chunk."""
     hopper, chunks = on.capability == (9, 0), K // CHUNK
-    config = (_few(M, N, K) if hopper else None) or _tile(M, N * (2 if pair else 1))
+    few = _few(M, N, K) if hopper else None
+    config = few or _tile(M, N * (2 if pair else 1))
     if pair and config.WN == 1:
         config = replace(config, WN=2, WK=config.WK // 2)
     if config.MT > 1 and config.threads > 256 and (pair or not hopper):
         config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; ptxas wants up to 137
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
+    if config.cluster and halves and _alone(config, True, on) and not _alone(config, False, on):
+        config = replace(
+            config, STAGES=config.STAGES - 1
+        )  # so that two blocks share a multiprocessor (log, 2026-11-30)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
     if config.MT == 8:
         if config.WK == 1 and 0 < tiles % on.multiprocessors <= on.multiprocessors // 2:
@@ -163,11 +174,16 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False) -> Config:
         splits = next(
             s for s in (4, 2, 1) if s == 1 or (tiles * s <= on.multiprocessors and chunks >= 4 * s * config.WK)
         )
-        return replace(config, splits=splits, cluster=hopper and splits == 2)
-    if not hopper:
+        return replace(config, splits=splits, cluster=hopper and splits == 2)  # a cluster's sums fit: 26 KB are left
+    if few is None:
         return replace(config, splits=_slices(config, tiles, chunks, on.multiprocessors))
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s <= config.splits and s * config.WK <= chunks))
     return replace(config, splits=splits, cluster=splits > 1)
+
+
+def _alone(c: Config, halves: bool, on: Chip) -> bool:
+    """Whether a multiprocessor has shared memory for one block only, where its threads leave room for more."""
+    return c.threads <= 256 and 2 * (c.shared_memory(halves=halves) + _SPARE) > on.shared_memory
 
 
 def _tile(M: int, N: int) -> Config:
@@ -355,8 +371,8 @@ def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True
     )
     depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
     found = {
-        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair), splits=1, cluster=False)
-        for on, pair in itertools.product(chips, pairs)
+        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False)
+        for on, pair, halves in itertools.product(chips, pairs, (False, True))
         for M in rows for N in columns for K in depths
     }  # fmt: skip
     return sorted(found, key=str)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..errors import InputError
 from ..marlin import MarlinWeight
-from .config import CHUNK, Config, choose
+from .config import CHUNK, Config, choose, in_halves
 from .launch import Arguments, Launcher, chip
 from .ready import Launch, Ready
 
@@ -56,9 +57,9 @@ def ready(
 ) -> Ready:  # fmt: skip
     """A product of M rows of x's dtype by tensor_core.cu, with everything but x and y in place."""
     device = w.B.device.index
-    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None)
     column = w.group_size == -1
-    halves = not column and w.group_size % CHUNK != 0
+    halves = in_halves(w.group_size)
+    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None, halves)
     one = c if c.cluster else replace(c, splits=1)
     bf16, scale32 = dtype == torch.bfloat16, w.S.dtype == torch.float32
     run = _launcher(one, device, bf16, scale32, column, halves, symmetric, pair is not None)
@@ -66,6 +67,8 @@ def ready(
     p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
     p.row_tiles = -(-M // c.rows)
     tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
+    if c.cluster and chip(device).capability < (9, 0):
+        raise InputError(f"config={c} asks for clusters, which {chip(device).name} does not have; give cluster=False")
     p.whole, p.splits, p.clustered = c.whole(tiles, chip(device).multiprocessors), c.splits, c.cluster
     cut = tiles - p.whole
     arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())

@@ -40,7 +40,7 @@ class Arguments(ctypes.Structure):
 
 
 class Attribute(ctypes.Structure):
-    """The driver's CUlaunchAttribute; of its value's 64 bytes we set the first int."""
+    """The driver's CUlaunchAttribute; of its value's 64 bytes we set the first int, for a cluster three."""
 
     _fields_: ClassVar[Any] = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
 

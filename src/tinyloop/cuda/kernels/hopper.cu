@@ -5,7 +5,7 @@
 // format is a lane's share of its fragment as it stands: codes go from shared memory to registers, become W there, and
 // never return. x is the other factor and stays in shared memory, where the copy engine puts it.
 //
-//   one thread          a box each of words, scale and δ         ─► ring of W_STAGES, `full` ─┐
+//   one thread          boxes of words, of scale and of δ        ─► ring of W_STAGES, `full` ─┐
 //   two warps           scale and δ as decoding takes them       ─► beside them, `ready` ─────┤
 //   one thread          x: a box of 64 k × BM rows, swizzled     ─► ring of X_STAGES, `full` ─┤  and `empty` back
 //   consumers, 128 each words of chunk c+2 ─lds─► registers ─► W of chunk c+1 │ wgmma of chunk c in flight

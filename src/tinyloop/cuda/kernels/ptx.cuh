@@ -1,4 +1,4 @@
-// The words that the kernels are written in: one function per PTX instruction, nothing else. Prepended to every kernel
+// The words that the kernels are written in: small functions, most of them one PTX instruction. Prepended to every kernel
 // file before it is compiled, so that no file includes anything. BF16 (0 or 1) chooses the 16-bit type.
 
 typedef unsigned char u8;

@@ -22,7 +22,7 @@
 //   fold    (DECODE 0)  fragments are the exact integers q − 8. After each group  acc += scale·part + δ·Σx,  with Σx from
 //                       one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of accumulators,
 //                       so few rows only.
-//   decode  (DECODE 1)  fragments are W itself, rounded once to 16 bits as a dequantised weight would be (weight.cuh).
+//   decode  (DECODE 1)  fragments are W itself in 16 bits, rounded as weight.cuh says.
 // With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
 //
 // PAIR computes silu(x @ W) · (x @ W2): of 64 columns every second are W2's, and the epilogue combines.
@@ -58,7 +58,7 @@ static_assert(PASSES <= MT, "the stages are too small for the tile of one row of
 struct Problem {
     const u16* x;       // [M][ldx], sixteen-byte aligned rows
     void* y;            // [M][N], 16-bit; fp32 where SYMMETRIC
-    float* partial;     // [cut tiles][splits][BM][BN]
+    float* partial;     // [cut tiles][splits][BM][BN]; null, as the next, where clusters add
     u32* arrived;       // [cut tiles], zero between launches
     i64 ldx;
     int M, N, K;        // as the caller knows them: B, S and delta are padded
@@ -100,7 +100,8 @@ DEVICE void load_params(Params& p, u32 at, int r) {
 #endif
 }
 
-// The same, ready for `weights`. Each of the four lanes with these columns computes two.
+// The same, ready for `weights`. Each of the four lanes with these columns computes two; one group over K is begun once,
+// and there each computes all.
 DEVICE void load_columns(uint2 (&c)[8], u32 at, int lane) {
     const int r = lane >> 2;
 #if COLUMN
