@@ -286,6 +286,11 @@ def chart(source: str, target: str) -> None:
     figure.savefig(target, dpi=120)
 
 
+def group_size(text: str) -> int:
+    """A group size, as an argument."""
+    return -1 if text == "-1" else count(text)
+
+
 def count(text: str) -> int:
     """A number of rows or columns, as an argument."""
     if not text.isdecimal() or int(text) == 0:
@@ -303,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=lambda text: [size(s) for s in text.split(",")], help="K×N as 4096x4096,…")
     parser.add_argument("--rows", type=lambda text: [count(m) for m in text.split(",")], help="1,16,…")
-    parser.add_argument("--group", type=int, default=128, help="group size; -1: one group over K")
+    parser.add_argument("--group", type=group_size, default=128, help="group size; -1: one group over K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--scales", choices=("float16", "bfloat16"), default="float16", help="what holds the scales")
     parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")
