@@ -35,7 +35,7 @@ from tinyloop.cuda.config import (
     variants,
 )  # fmt: skip
 from tinyloop.dispatch import Plan, Problem, plan
-from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, NATIVE_ROWS, dense_rows
+from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, NATIVE_ROWS, dense_rows, padded
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -523,6 +523,13 @@ def test_configurations(chip: str, pair: bool, halves: bool) -> None:
             tiles = -(-M // c.rows) * -(-N * (2 if pair else 1) // c.columns)
             cut = tiles - c.whole(tiles, on.multiprocessors)
             assert cut * c.splits * c.rows * c.columns * 4 <= 64 << 20  # bytes of scratch
+
+
+@pytest.mark.parametrize(("K", "N"), [(7, 3), (128, 64), (129, 65), (2048, 6144)])
+def test_the_dispatcher_knows_the_device_format_s_sizes(K: int, N: int) -> None:
+    """What it pads by in its head is what packing pads by."""
+    m = marlin.MarlinWeight.of(random_quant_weight(K, N, K, seed=1))
+    assert padded(problem(K=K, N=N)) == (m.Np, m.Kp)
 
 
 def test_what_wgmma_does_not_serve_is_cut_too() -> None:

@@ -21,9 +21,10 @@ import tinyloop as tl
 from helpers import random_quant_weight
 from tinyloop import torch_op
 from tinyloop.cuda import build, gemm, launch, run
-from tinyloop.cuda.config import Chip
+from tinyloop.cuda.config import KINDS, Chip
 from tinyloop.cuda.ready import Ready
 from tinyloop.dispatch import USE_MARLIN
+from tinyloop.errors import InputError
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import pack
 
@@ -330,6 +331,16 @@ def test_a_cluster_has_no_scratch(gpu: Gpu) -> None:
     assert seen[0][2] is None
     assert seen[1][2]
     assert [config["gridDimX"] for config, *_ in gpu.launches] == [4, 4]
+
+
+def test_clusters_are_refused_where_a_chip_has_none(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have no scratch, and nothing to add through."""
+    monkeypatch.setattr(gemm, "chip", lambda index: KINDS[1])
+    with pytest.raises(
+        InputError, match=r"asks for clusters, which a GPU of capability 8\.6 does not have; give cluster=F"
+    ):
+        product(splits=2, cluster=True)
+    product(splits=2)
 
 
 # ── scratch ────────────────────────────────────────────────────────────────────────────────────────────────────────

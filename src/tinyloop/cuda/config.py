@@ -164,9 +164,8 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
     if config.cluster and halves and _alone(config, True, on) and not _alone(config, False, on):
-        config = replace(
-            config, STAGES=config.STAGES - 1
-        )  # so that two blocks share a multiprocessor (log, 2026-11-30)
+        # so that two blocks share a multiprocessor (log, 2026-11-30)
+        config = replace(config, STAGES=config.STAGES - 1)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
     if config.MT == 8:
         if config.WK == 1 and 0 < tiles % on.multiprocessors <= on.multiprocessors // 2:
@@ -363,12 +362,7 @@ def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True
     """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
     number of slices."""
     rows = sorted({f.rows for f in _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
-    columns = (
-        {64}
-        | {f.blocks * 64 for f in _FEW}
-        | {columns for _, columns, _ in _TILES}
-        | {tiles * 128 for tiles, _ in _MANY}
-    )
+    columns = {64, *(f.blocks * 64 for f in _FEW), *(n for _, n, _ in _TILES), *(tiles * 128 for tiles, _ in _MANY)}
     depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
     found = {
         replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False)

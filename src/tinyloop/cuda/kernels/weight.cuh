@@ -74,9 +74,9 @@ DEVICE void weights(u32 (&a)[4], u32 w, Column low, Column high) {
 
 #else
 
-// The same in 16-bit arithmetic, 13 instructions a word in fp16, 19 in bf16, 15 if COARSE, where the above takes 23. Both constants of
-// an affine weight would lose bits there, so W = (q − z)·scale + rest, z being the whole number next to where W crosses
-// zero: q − z is exact and |rest| half a scale at most, so that what its rounding costs is a fraction of W's own.
+// The same in 16-bit arithmetic, 13 instructions a word in fp16, 19 in bf16, 15 if COARSE, where the above takes 23. Both
+// constants of an affine weight would lose bits there, so W = (q − z)·scale + rest, z being the whole number next to where
+// W crosses zero: q − z is exact and |rest| half a scale at most, so that what its rounding costs is a fraction of W's own.
 struct Column {  // each constant twice, for two weights at a time
     u32 scale, rest;
 #if BF16
@@ -93,7 +93,7 @@ DEVICE uint2 ready_column(float scale, float delta) {
     const float limit = 1000.f;
 #endif
     const float whole = 12582912.f;  // a sum with 1.5·2²³ has no room for less than whole numbers
-    const float shifted = fmaf(delta, reciprocal(scale), whole);  // what scale 0 gives becomes a limit, which it takes as well
+    const float shifted = fmaf(delta, reciprocal(scale), whole);  // of scale 0 a limit comes, and any number would do
     const float eight = fmaxf(whole - limit, fminf(shifted, whole + limit)) - whole;  // 8 − z
     const u32 first = pack2(scale, fmaf(-eight, scale, delta));
 #if BF16
