@@ -319,8 +319,10 @@ def main() -> None:
     if options.chart:
         chart(*options.chart)
         return
-    rows = pair(options) if options.pair else measure(options)
     cuda = torch.cuda.is_available()
+    if options.pair and not cuda:
+        parser.error("argument --pair: the correction pair is two kernels of a GPU, and torch sees none here")
+    rows = pair(options) if options.pair else measure(options)
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     dtype = options.dtype or ("float16" if cuda else str(dispatch.default_dtype()).removeprefix("torch."))
     print(
