@@ -322,6 +322,9 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if options.pair and not cuda:
         parser.error("argument --pair: the correction pair is two kernels of a GPU, and torch sees none here")
+    for K, N in options.shapes or ():
+        if options.group > K:
+            parser.error(f"argument --group: {options.group} is more than K of {K}x{N}; give -1 for one group over K")
     rows = pair(options) if options.pair else measure(options)
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     dtype = options.dtype or ("float16" if cuda else str(dispatch.default_dtype()).removeprefix("torch."))
