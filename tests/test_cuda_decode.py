@@ -215,17 +215,22 @@ def packed(request: pytest.FixtureRequest) -> tuple[Any, MarlinWeight]:
     return weight, MarlinWeight.of(weight)
 
 
+@pytest.mark.parametrize("symmetric", [False, True], ids=["", "symmetric"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
-def test_integers_are_the_codes_less_8(packed: tuple[Any, MarlinWeight], bf16: bool) -> None:
-    """`fold`: exact, and 0 wherever the format is padded."""
+def test_integers_are_exact(packed: tuple[Any, MarlinWeight], bf16: bool, symmetric: bool) -> None:
+    """`fold`: the codes less the number that it takes them to be less; without δ that is 8, which padding has."""
     weight, m = packed
-    inside = body("tensor_core.cu", "DEVICE void integers(u32 (&a)[4], u32 w)", bf16)
+    text = preprocessed("tensor_core.cu", BF16=bf16, SYMMETRIC=symmetric)
+    (middle,) = (int(n) for n in re.findall(r"constexpr int MIDDLE = (-?\d+);", text))
+    assert middle == 8 or not symmetric
+    inside = body("tensor_core.cu", "DEVICE void integers(u32 (&a)[4], u32 w)", bf16, SYMMETRIC=symmetric)
     a: list[Any] = [None] * 4
     evaluate(inside, intrinsics(bf16) | {"a": a, "w": words(m)})
+    a = [number_of_halves(bf16)(v) if not isinstance(v, tuple) else v for v in a]
     got = matrix(a)
-    assert (got[: m.K, : m.N] == weight.codes().numpy().astype(np.float32) - 8).all()
-    got[: m.K, : m.N] = 0
-    assert (got == 0).all()
+    assert (got[: m.K, : m.N] == weight.codes().numpy().astype(np.float32) - middle).all()
+    got[: m.K, : m.N] = 8 - middle
+    assert (got == 8 - middle).all()
 
 
 def decoded(m: MarlinWeight, bf16: bool, **macros: bool) -> Array:  # fp32 [Kp, Np]

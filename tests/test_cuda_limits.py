@@ -88,11 +88,11 @@ def check_tile(product: Callable[..., Tensor], canaries: Canaries, cut: bool) ->
 
 @pytest.mark.parametrize("config", variants(), ids=str)
 def test_ker02_every_tile_keeps_to_its_memory(config: Config, canaries: Canaries) -> None:
-    """Whole, in slices of K whose sums pass through scratch, and in slices of a cluster, which need none."""
+    """Whole, in slices of K through scratch, of which the first may be longer, and in slices of a cluster without."""
     if config.shared_memory(True, True) > launch.chip(0).shared_memory:
         pytest.skip("this GPU has less shared memory")
-    for splits, cluster in ((1, False), (3, False), (2, True), (8, True)):
-        sliced = replace(config, splits=splits, cluster=cluster)
+    for splits, cluster, lead in ((1, False, 0), (3, False, 0), (2, False, 20), (2, True, 0), (8, True, 0)):
+        sliced = replace(config, splits=splits, cluster=cluster, lead=lead)
         if cluster and (
             launch.chip(0).capability != HOPPER or sliced.shared_memory() + 2048 > launch.chip(0).shared_memory
         ):

@@ -491,10 +491,11 @@ PADDED = [(M, N, K) for M in (0, 1, 7, *ROWS[3:]) for N in (64, 128, 2048, 4096,
 
 def shares(config: Config, chunks: int) -> list[tuple[int, int]]:
     """(first, count) of each team of each slice, in order, as tensor_core.cu divides the chunks."""
-    found = []
-    for split in range(config.splits):
-        slice0 = chunks * split // config.splits
-        slice_ = chunks * (split + 1) // config.splits - slice0
+    found, ends = [], [chunks * split // config.splits for split in range(config.splits + 1)]
+    if config.lead:
+        ends[1] = config.lead
+    for slice0, end in itertools.pairwise(ends):
+        slice_ = end - slice0
         for team in range(config.WK):
             first = slice0 + slice_ * team // config.WK
             found.append((first, slice0 + slice_ * (team + 1) // config.WK - first))
@@ -513,8 +514,9 @@ def test_configurations(chip: str, pair: bool, halves: bool) -> None:
         assert c.shared_memory(scale32=True, halves=True) + 2048 <= on.shared_memory
         assert c.threads <= 512
         assert c.splits >= 1
-        assert c.WN % 2 == 0 or not pair
-        assert dataclasses.replace(c, splits=1, cluster=False) in known
+        assert c.columns % 128 == 0 or not pair
+        assert dataclasses.replace(c, splits=1, cluster=False, lead=0) in known
+        assert not c.lead or (c.splits == 2 and not c.cluster)
         assert not c.cluster or (on.capability == (9, 0) and c.splits in (2, 4, 8))
         covered = [k for first, count in shares(c, K // CHUNK) for k in range(first, first + count)]
         assert covered == list(range(K // CHUNK))  # each chunk once, in the order in which sums are added
@@ -552,6 +554,18 @@ def test_only_tiles_beyond_full_rounds_are_cut() -> None:
     assert dataclasses.replace(c, splits=1).whole(448, 132) == 448
     clusters = dataclasses.replace(c, splits=8, cluster=True)  # all of one kind: whole tiles or a tile's parts
     assert [clusters.whole(tiles, 132) for tiles in (131, 132, 133, 448)] == [0, 128, 128, 392]
+
+
+def test_multiprocessors_without_a_tile_take_a_part_of_the_others() -> None:
+    """As many chunks as they can do while the rest of a tile is done, and none where that saves little."""
+    c = choose(64, 28672, 8192, HOPPER)
+    free, tiles, chunks = 20, 112, 128
+    assert (c.columns, c.splits, c.lead) == (256, 2, 115)
+    rounds = -(-tiles // free)
+    assert rounds * (chunks - c.lead) < c.lead < chunks
+    assert choose(64, 132 * 256, 8192, HOPPER).lead == 0  # none is free
+    assert choose(64, 28672, 2048, HOPPER).lead == 0  # the part would be too small
+    assert choose(64, 11008, 11008, HOPPER).lead > 0 == choose(64, 11008, 4096, HOPPER).lead
 
 
 def test_few_tiles_are_cut_and_many_are_not() -> None:
@@ -598,7 +612,8 @@ def test_hopper_choices_follow_the_measured_ones() -> None:
     """The fastest tile of a sweep on an H200, or one within 5 % of it (docs/log.md)."""
     for M, N, K, tile in (
         (64, 2048, 2048, "64×128 tiles, 2 consumers, 256 k per stage, clusters of 4 along K"),
-        (128, 4096, 4096, "128×64 tiles, 2 consumers in 2 teams, 256 k per stage"),
+        (32, 28672, 8192, "32×256 tiles, 4 consumers, 128 k per stage"),
+        (64, 4096, 4096, "64×64 tiles, 2 consumers in 2 teams, 256 k per stage"),
         (512, 6144, 2048, "128×192 tiles, 3 consumers, 128 k per stage"),
         (1024, 8192, 8192, "256×128 tiles, 2 consumers, 128 k per stage"),
     ):

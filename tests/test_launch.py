@@ -203,6 +203,13 @@ def test_launchers_of_one_kernel_leave_each_other_their_shared_memory(gpu: Gpu) 
     assert gpu.allowed == [100 << 10, 120 << 10]
 
 
+def test_shared_memory_is_asked_for_where_variables_may_take_what_is_missing(gpu: Gpu) -> None:
+    """48 KB need no asking, of which a kernel's own variables take some: 49152 bytes did not launch."""
+    for kilobytes in (40, 48):
+        launcher(shared=kilobytes << 10)
+    assert gpu.allowed == [48 << 10]
+
+
 def test_the_default_stream_and_no_overlap(gpu: Gpu) -> None:
     gpu.stream = 0
     launcher()(One(), 1)

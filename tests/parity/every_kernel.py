@@ -26,7 +26,7 @@ from tests.parity import chain
 from tests.parity.cuda_cases import activations, error, want64, weight
 
 from tinyloop.cuda import gemm, hopper, launch, paths, run
-from tinyloop.cuda.config import hopper_variants, variants
+from tinyloop.cuda.config import CHUNK, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.marlin import MarlinWeight
 
@@ -51,6 +51,9 @@ def products(dtype: torch.dtype, rows: Sequence[int]) -> Iterator[tuple[str, flo
             yield f"swiglu {where}", error(gemm.product(x, m, pair=(m, None)), silu)
             for config in variants():
                 yield f"{config} {where}", error(gemm.product(x, m, config=config), want)
+                if config.MT == 8:
+                    uneven = dataclasses.replace(config, splits=2, lead=m.Kp // CHUNK - 1)
+                    yield f"{uneven} {where}", error(gemm.product(x, m, config=uneven), want)
             if torch.cuda.get_device_capability() == HOPPER:
                 for config in variants():
                     parts = dataclasses.replace(config, splits=2, cluster=True)

@@ -44,12 +44,14 @@ class Config:
 
     MT: int  # tiles of eight rows per warp
     WM: int  # warps along rows
-    WN: int  # warps along columns, 64 columns each
+    WN: int  # warps along columns
     WK: int  # teams of warps that divide the block's slice of K
     STAGES: int
     DECODE: bool  # scale and δ while decoding, not when a group ends
     splits: int = 1  # blocks that divide K of a tile, where tiles do not fill a round
     cluster: bool = False  # whether those are a cluster, and add through each other's shared memory
+    WORDS: int = 4  # of a lane's four that a warp takes, sixteen columns each
+    lead: int = 0  # chunks of the first of two slices, where they differ
 
     @property
     def rows(self) -> int:
@@ -57,7 +59,7 @@ class Config:
 
     @property
     def columns(self) -> int:
-        return self.WN * 64
+        return self.WN * self.WORDS * 16
 
     @property
     def threads(self) -> int:
@@ -73,12 +75,13 @@ class Config:
     def shared_memory(self, scale32: bool = False, halves: bool = False, symmetric: bool = False) -> int:
         """Bytes of shared memory per block: the stages of all teams."""
         params = (2 if halves else 1) * ((256 if scale32 else 128) + (0 if symmetric else 256))
-        stage = self.rows * CHUNK * 2 + self.WN * (CHUNK * 32 + params)
+        stage = self.rows * CHUNK * 2 + self.columns // 64 * (CHUNK * 32 + params)
         return stage * self.STAGES * self.WK + (self.rows * self.columns * 4 if self.cluster else 0)
 
     def __str__(self) -> str:
         way = "decode" if self.DECODE else "fold"
-        slices = f"{self.splits} slice{'s' * (self.splits > 1)}" + (" in a cluster" if self.cluster else "")
+        how = " in a cluster" if self.cluster else f", the first of {self.lead} chunks" if self.lead else ""
+        slices = f"{self.splits} slice{'s' * (self.splits > 1)}{how}"
         return f"{self.rows}×{self.columns} tiles, {self.WK} teams, {self.STAGES} stages, {slices}, {way}"
 
 
@@ -115,6 +118,12 @@ _FEW = (
     _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
     _Few(_ANY, _ANY, _ANY, None),
 )
+# Before those for groups of 32, whose parameters take room in the stages and are read for every second step.
+_FEW_HALVES = (
+    (range(1, 9), range(41, 67), Config(1, 1, 1, 16, 2, False, 2, True)),
+    (range(9, 17), range(67, 257), Config(2, 1, 1, 16, 2, True)),
+    (range(9, 17), range(257, _ANY), Config(2, 1, 1, 4, 3, True, 2, True)),
+)  # rows of x, blocks of 64 columns
 # Elsewhere, and on Hopper for what wgmma does not serve, pairs and symmetric products: rows up to, columns from.
 _TILES = (
     (8, 32768, Config(1, 1, 2, 4, 3, False)),
@@ -126,14 +135,17 @@ _TILES = (
     (32, 10240, Config(4, 1, 1, 4, 4, True)),
     (32, 0, Config(4, 1, 1, 8, 3, True)),
 )
-# More rows: tiles of 64×128 up to, with as many slices as fill a round.
+# More rows: tiles of 64×128 per multiprocessor up to, with as many slices as fill a round.
 _MANY = (
-    (40, Config(8, 1, 1, 4, 4, True)),
-    (132, Config(8, 1, 2, 4, 3, True)),
-    (440, Config(8, 1, 2, 2, 4, True)),
-    (_ANY, Config(8, 1, 4, 1, 4, True)),
+    (0.4, Config(8, 1, 2, 4, 3, True, WORDS=2)),
+    (1.0, Config(8, 1, 2, 4, 3, True)),
+    (1.5, Config(8, 1, 6, 2, 3, True, WORDS=2)),
+    (2.0, Config(8, 1, 4, 2, 3, True)),
+    (float("inf"), Config(8, 1, 4, 1, 4, True)),
 )
 _ADDING = 2.6  # µs that slices cost: sums through global memory, and a wait for the last block
+# µs: of 64×64 of a tile's outputs for a chunk, with more than 32 rows; of a slice's beginning and end; of adding two
+_STEP, _SLICE, _ADDING_TWO = 0.185, 4.4, 5.5
 
 
 def in_halves(group: int) -> bool:
@@ -146,8 +158,11 @@ def wgmma_is_faster(M: int, N: int, K: int) -> bool:
     return _few(M, N, K) is None
 
 
-def _few(M: int, N: int, K: int) -> Config | None:
+def _few(M: int, N: int, K: int, halves: bool = False) -> Config | None:
     blocks, chunks = -(-N // 64), K // CHUNK
+    for rows, columns, config in _FEW_HALVES if halves else ():
+        if M in rows and blocks in columns:
+            return config
     return next(f.config for f in _FEW if f.rows >= M and f.blocks >= blocks and f.chunks >= chunks)
 
 
@@ -155,11 +170,11 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
     """The configuration for M rows, N and K as padded, two weights of N columns for a pair, groups that begin in the
     middle of a chunk."""
     hopper, chunks = on.capability == (9, 0), K // CHUNK
-    few = _few(M, N, K) if hopper else None
-    config = few or _tile(M, N * (2 if pair else 1))
+    few = _few(M, N, K, halves) if hopper else None
+    config = few or _tile(M, N, chunks, on.multiprocessors, pair)
     if pair and config.WN == 1:
         config = replace(config, WN=2, WK=config.WK // 2)
-    if config.MT > 1 and config.threads > 256 and (pair or not hopper):
+    if config.MT > 1 and config.threads > 384 and (pair or not hopper):
         config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; ptxas wants up to 137
     while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
         config = _smaller(config)
@@ -173,6 +188,8 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         splits = next(
             s for s in (4, 2, 1) if s == 1 or (tiles * s <= on.multiprocessors and chunks >= 4 * s * config.WK)
         )
+        if splits == 1 and (lead := _lead(config, tiles, chunks, on.multiprocessors)):
+            return replace(config, splits=2, lead=lead)
         return replace(config, splits=splits, cluster=hopper and splits == 2)  # a cluster's sums fit: 26 KB are left
     if few is None:
         return replace(config, splits=_slices(config, tiles, chunks, on.multiprocessors))
@@ -185,10 +202,25 @@ def _alone(c: Config, halves: bool, on: Chip) -> bool:
     return c.threads <= 256 and 2 * (c.shared_memory(halves=halves) + _SPARE) > on.shared_memory
 
 
-def _tile(M: int, N: int) -> Config:
+def _tile(M: int, N: int, chunks: int, multiprocessors: int, pair: bool) -> Config:
+    N *= 2 if pair else 1
     if M <= 32:
         return next(c for rows, columns, c in _TILES if rows >= M and columns <= N)
-    return next(c for tiles, c in _MANY if -(-M // 64) * -(-N // 128) <= tiles)
+    load = -(-M // 64) * -(-N // 128) / multiprocessors
+    if 0.4 < load <= 0.5 and chunks <= 48:
+        load = 0.4  # two slices of so few chunks would cost more than narrow tiles
+    return next(c for most, c in _MANY if load <= most and not (pair and c.columns % 128))
+
+
+def _lead(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
+    """How many chunks to leave a tile where multiprocessors without a tile of their own do the others, a few of each;
+    0 where that would not pay."""
+    free = multiprocessors - tiles
+    if free <= 0:
+        return 0
+    step, rounds = _STEP * c.columns / 64, -(-tiles // free)
+    rest = int((chunks * step - rounds * _SLICE) / ((1 + rounds) * step))
+    return chunks - rest if rest >= c.WK and rest * step - _ADDING_TWO > 0.03 * chunks * step else 0
 
 
 def _slices(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
@@ -301,17 +333,19 @@ class _Rated(NamedTuple):
 
 # Measured on an H200, as the constants below are (docs/log.md).
 _HOPPER_TILES = (
-    _Rated(HopperConfig(32, 1, 256, TEAMS=2), 0.130, False, 8),
-    _Rated(HopperConfig(32, 2, 256), 0.231, True, 8),
-    _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.160, False, 8),
-    _Rated(HopperConfig(64, 2, 256), 0.292, True, 8),
+    _Rated(HopperConfig(32, 1, 256, TEAMS=2), 0.115, False, 8),
+    _Rated(HopperConfig(32, 2, 256), 0.210, True, 8),
+    _Rated(HopperConfig(32, 4, 128), 0.387, False, 1),
+    _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.145, False, 8),
+    _Rated(HopperConfig(64, 2, 256), 0.255, True, 8),
     _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
     _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 8),
     _Rated(HopperConfig(128, 2, 128), 0.454, False, 4),
-    _Rated(HopperConfig(128, 2, 256), 0.432, False, 4),
-    _Rated(HopperConfig(128, 3, 128), 0.633, False, 2),
-    _Rated(HopperConfig(256, 2, 128), 0.779, False, 4),
+    _Rated(HopperConfig(128, 2, 256), 0.400, False, 4),
+    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2),
+    _Rated(HopperConfig(256, 2, 128), 0.730, False, 4),
 )
+_EIGHT_RUNS = 1.1  # times the step, for the parameters
 _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
 _CUT, _CLUSTER = 1.73, 0.30  # µs more where tiles are cut, where clusters divide K
 _SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece added, in a cluster
@@ -326,7 +360,7 @@ def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> H
 def hopper_configs(K: int, group: int) -> list[tuple[HopperConfig, float]]:
     """Every tile for K as padded and a group size, with its µs per 64 k. Each block of a cluster has a chunk."""
     return [
-        (replace(rated.tile, SPLITS=splits), rated.step)
+        (replace(rated.tile, SPLITS=splits), rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1))
         for rated in _HOPPER_TILES
         for splits in ((1, 4) if rated.clusters else (1,))
         if rated.tile.runs(group) <= rated.most_runs and (splits == 1 or splits * rated.tile.DEPTH <= K)
@@ -362,12 +396,14 @@ def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True
     """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
     number of slices."""
     rows = sorted({f.rows for f in _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
-    columns = {64, *(f.blocks * 64 for f in _FEW), *(n for _, n, _ in _TILES), *(tiles * 128 for tiles, _ in _MANY)}
+    columns = {64, *(f.blocks * 64 for f in _FEW), *(n for _, n, _ in _TILES)}
+    columns |= {64 * blocks[0] for _, blocks, _ in _FEW_HALVES}
     depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
     found = {
-        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False)
+        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False, lead=0)
         for on, pair, halves in itertools.product(chips, pairs, (False, True))
-        for M in rows for N in columns for K in depths
+        for M in rows for K in depths
+        for N in columns | {int(most * on.multiprocessors) * 128 for most, _ in _MANY[:-1]}
     }  # fmt: skip
     return sorted(found, key=str)
 

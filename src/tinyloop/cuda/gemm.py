@@ -23,7 +23,7 @@ class _Problem(Arguments):
     _fields_: ClassVar[Any] = [
         ("x", _p), ("y", _p), ("partial", _p), ("arrived", _p), ("ldx", _i64),
         ("M", _i32), ("N", _i32), ("K", _i32), ("blocks64", _i32), ("chunks", _i32), ("units_per_group", _i32),
-        ("row_tiles", _i32), ("whole", _i32), ("splits", _i32), ("clustered", _i32),
+        ("row_tiles", _i32), ("whole", _i32), ("splits", _i32), ("lead", _i32), ("clustered", _i32),
     ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def _launcher(
 
 def defines(config: Config, **flags: bool) -> dict[str, int]:
     """The macros of one variant of tensor_core.cu."""
-    tile = {n: int(getattr(config, n)) for n in ("MT", "WM", "WN", "WK", "STAGES", "DECODE")}
+    tile = {n: int(getattr(config, n)) for n in ("MT", "WM", "WN", "WORDS", "WK", "STAGES", "DECODE")}
     return tile | {name: int(flag) for name, flag in flags.items()}
 
 
@@ -60,7 +60,7 @@ def ready(
     column = w.group_size == -1
     halves = in_halves(w.group_size)
     c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None, halves)
-    one = c if c.cluster else replace(c, splits=1)
+    one = replace(c, lead=0) if c.cluster else replace(c, splits=1, lead=0)
     bf16, scale32 = dtype == torch.bfloat16, w.S.dtype == torch.float32
     run = _launcher(one, device, bf16, scale32, column, halves, symmetric, pair is not None)
     p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK)
@@ -69,7 +69,7 @@ def ready(
     tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
     if c.cluster and chip(device).capability < (9, 0):
         raise InputError(f"config={c} asks for clusters, which {chip(device).name} does not have; give cluster=False")
-    p.whole, p.splits, p.clustered = c.whole(tiles, chip(device).multiprocessors), c.splits, c.cluster
+    p.whole, p.splits, p.clustered, p.lead = c.whole(tiles, chip(device).multiprocessors), c.splits, c.cluster, c.lead
     cut = tiles - p.whole
     arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
     floats = 0 if c.cluster else cut * c.splits * c.rows * c.columns

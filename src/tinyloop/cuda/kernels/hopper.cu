@@ -13,9 +13,11 @@
 // The rings are two because words are needed two chunks before their rows of x, and take less room: an eighth at 256 rows.
 //
 // A chunk, which is what a stage holds, is four to sixteen wgmma of 64 columns × BM rows × 16 k for a consumer: the more,
-// the less its barriers count. Warp w owns word w of a lane's four. Decoding one takes 13 instructions in fp16 and 15 or
-// 19 in bf16 (weight.cuh) and serves BM rows; δ is in it. Consumers divide the columns of a tile; two TEAMS of them
-// divide the k of each stage as well, for narrow tiles, of which there are more to fill the chip.
+// the less its barriers count. Of a lane's four words warp w takes word w or, for few rows, lanes 8i … 8i + 7 of it word
+// (w + i) % 4: so no two lanes meet in a bank, a fragment may be of any sixteen columns, and what it costs is paid when a
+// tile leaves. Decoding one takes 13 instructions in fp16 and 15 or 19 in bf16 (weight.cuh) and serves BM rows; δ is in
+// it. Consumers divide the columns of a tile; two TEAMS of them divide the k of each stage as well, for narrow tiles, of
+// which there are more to fill the chip.
 //
 // Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each
 // block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block.
@@ -44,6 +46,7 @@ constexpr int SCALES = W_BYTES, DELTAS = SCALES + RUNS * CW * SCALE_BYTES;  // w
 constexpr int COLUMNS = DELTAS + RUNS * CW * DELTA_BYTES, COLUMNS_BYTES = CW * 512;  // ready parameters; of a run
 constexpr int W_STAGE_BYTES = COLUMNS + RUNS * COLUMNS_BYTES;
 constexpr int OUT_STRIDE = 64 + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
+constexpr bool SPREAD = BM <= 64 || (BM == 128 && DEPTH == 256 && (CW > 1 || RUNS > 2));  // words, over the banks
 constexpr int ACC = BM / 2, QUADS = ACC / 4;  // registers of sums, four at a time
 constexpr int PARTS = SPLITS * TEAMS, ROWS = BM / PARTS, OWN_QUADS = QUADS / PARTS;  // of K; of a tile that each part writes
 constexpr int MOST_ROWS = RUNS == 8 ? 32 : 64;  // on their way out: parameters of eight runs take room
@@ -351,6 +354,7 @@ struct Consumer {
     const u16* bias;
     const u32 memory;
     const int thread, consumer, team, warp, lane, r;  // thread and warp within the warpgroup; its 64 columns are `consumer`
+    const int own;                                    // which of its lane's words a warp takes
     XRing rows;                                       // where wgmma is
     WRing words;                                      // where words are read
     u32 read;                                         // the barrier `empty` of the stage that is decoded
@@ -359,7 +363,8 @@ struct Consumer {
 
     DEVICE Consumer(const Problem& p, const u16* bias, u32 memory)
         : p(p), bias(bias), memory(memory), thread(threadIdx.x % 128), consumer(uniform(threadIdx.x / 128) % CW),
-          team(uniform(threadIdx.x / 128) / CW), warp(uniform(thread / 32)), lane(thread % 32), r(lane / 4) {}
+          team(uniform(threadIdx.x / 128) / CW), warp(uniform(thread / 32)), lane(thread % 32), r(lane / 4),
+          own(SPREAD ? (warp + lane / 8) % 4 : warp) {}
 
     DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(team * CW + consumer + 1) : "memory"); }
     DEVICE void sync_all() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMERS + 1), "n"(CONSUMER_THREADS) : "memory"); }
@@ -372,10 +377,10 @@ struct Consumer {
         for (int s = 0; s < STEPS; s++)
             asm volatile("ld.shared.u32 %0, [%1];"
                          : "=r"(word[s])
-                         : "r"(stage + (team * STEPS + s) * W_STEP + consumer * 512 + lane * 16 + warp * 4));
+                         : "r"(stage + (team * STEPS + s) * W_STEP + consumer * 512 + lane * 16 + own * 4));
         if (RUNS > 1 || group_left-- <= 0) {
             group_left = p.runs_per_group - 1;
-            const u32 at = stage + COLUMNS + team * RUNS / TEAMS * COLUMNS_BYTES + consumer * 512 + (warp * 8 + r) * 16;
+            const u32 at = stage + COLUMNS + team * RUNS / TEAMS * COLUMNS_BYTES + consumer * 512 + (own * 8 + r) * 16;
 #pragma unroll
             for (int u = 0; u < TEAM_RUNS; u++) columns[u] = load_shared16(at + u * COLUMNS_BYTES);
         }
@@ -432,8 +437,8 @@ struct Consumer {
         }
     }
 
-    // Column of the tile for the accumulators of rows r (half 0) and r + 8 (half 1) of this warp.
-    DEVICE int column(int half) const { return consumer * 64 + warp * 16 + half * 8 + r; }
+    // Column of the tile for this lane's accumulators of rows r (half 0) and r + 8 (half 1) of its warp.
+    DEVICE int column(int half) const { return consumer * 64 + own * 16 + half * 8 + r; }
 
     // Of a cut tile: leave these sums for the block that has the tile's first chunk, or be that block, and add what the
     // others left, in the order of k. True for the latter. It had the tile last and the others had it first, so that
@@ -540,13 +545,28 @@ struct Consumer {
         }
     }
 
+    // Eight neighbouring columns of a row of the tile, two of each warp where words are spread. Rows take turns with the
+    // warps, so that no two threads meet in a bank.
+    DEVICE uint4 gather(u32 at, int piece, int turn) const {
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int two = (i + turn) % 4, from = (piece / 2 - two + 4) % 4;
+            v[i] = __float_as_uint(load_shared4(at + from * 32 + piece % 2 * 16 + two * 4));
+        }
+        const bool odd = turn & 1, far = turn & 2;
+        const u32 w[4] = {odd ? v[3] : v[0], odd ? v[0] : v[1], odd ? v[1] : v[2], odd ? v[2] : v[3]};
+        return far ? make_uint4(w[2], w[3], w[0], w[1]) : make_uint4(w[0], w[1], w[2], w[3]);
+    }
+
     DEVICE void write_rows(u32 out, int row0, int first, int column0) {
         constexpr int PIECES = 8;  // of sixteen bytes, in a row
         for (int i = thread; i < OUT_ROWS * PIECES; i += 128) {
             const int row = i / PIECES, c = i % PIECES * 8, n = column0 + c;
             if (row0 + row >= p.M) break;
             if (n >= p.N || row0 + row < first) continue;
-            const uint4 v = load_shared16(out + (row * OUT_STRIDE + c) * 2);
+            const u32 at = out + row * (OUT_STRIDE * 2);
+            const uint4 v = SPREAD ? gather(at, i % PIECES, row) : load_shared16(at + c * 2);
             u16* to = p.y + (i64)(row0 + row) * p.N + n;
             if (p.N % 8 == 0) {
                 *(uint4*)to = v;

@@ -112,6 +112,12 @@ DEVICE uint4 load_shared16(u32 at) {
     return v;
 }
 
+DEVICE uint2 load_shared8(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+
 DEVICE float4 load_floats(u32 at) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");

@@ -19,9 +19,9 @@
 // bitwise equal, and nothing is rounded to 16 bits before the one final cast.
 //
 // Two ways with scale and zero point, W = (q − 8)·scale + δ:
-//   fold    (DECODE 0)  fragments are the exact integers q − 8. After each group  acc += scale·part + δ·Σx,  with Σx from
-//                       one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of accumulators,
-//                       so few rows only.
+//   fold    (DECODE 0)  fragments are exact integers q − MIDDLE. After each group  acc += scale·part + rest·Σx,  with Σx
+//                       from one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of
+//                       accumulators, so few rows only.
 //   decode  (DECODE 1)  fragments are W itself in 16 bits, rounded as weight.cuh says.
 // With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
 //
@@ -30,7 +30,8 @@
 #ifndef MT
 #define MT 1      // tiles of eight rows per warp
 #define WM 1      // warps along the rows
-#define WN 1      // warps along the columns, 64 columns each
+#define WN 1      // warps along the columns
+#define WORDS 4   // of a lane's four that a warp takes, sixteen columns each
 #define WK 4      // teams along K
 #define STAGES 4
 #define DECODE 0
@@ -43,10 +44,11 @@
 constexpr int CHUNK = 64;  // k per stage
 constexpr int UNITS = HALVES ? 2 : 1;
 constexpr int UNIT_STEPS = CHUNK / 16 / UNITS;
-constexpr int BM = WM * MT * 8, BN = WN * 64, TEAM = WM * WN * 32, THREADS = TEAM * WK;
-constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = WN * CHUNK * 32;
+constexpr int BLOCKS = WN * WORDS / 4, PARTS = 4 / WORDS;  // of 64 columns, in a tile; warps that share one
+constexpr int BM = WM * MT * 8, BN = BLOCKS * 64, TEAM = WM * WN * 32, THREADS = TEAM * WK;
+constexpr int X_BYTES = BM * CHUNK * 2, W_BYTES = BLOCKS * CHUNK * 32;
 constexpr int PARAM_BYTES = SCALE_BYTES + DELTA_BYTES;  // of 64 columns
-constexpr int STAGE_BYTES = X_BYTES + W_BYTES + WN * UNITS * PARAM_BYTES;
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES + BLOCKS * UNITS * PARAM_BYTES;
 static_assert(STAGE_BYTES % 128 == 0, "addresses within a row are swapped in place");
 constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writes free of bank conflicts
 
@@ -54,6 +56,10 @@ constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writ
 __device__ constexpr int passes(int n) { return BM / n * TILE_STRIDE * 4 <= STAGES * STAGE_BYTES ? n : passes(2 * n); }
 constexpr int PASSES = passes(1);
 static_assert(PASSES <= MT, "the stages are too small for the tile of one row of fragments");
+static_assert(WORDS % WM == 0, "each warp copies as many steps of words");
+static_assert(WORDS == 4 || DECODE, "folding takes the parameters of all 64 columns");
+static_assert(MT < 8 || DECODE, "folding reads parameters after the stage was given back");
+constexpr bool AHEAD = MT == 8 && THREADS > 128 && THREADS <= 384;  // read a step's words and x while the one before is computed: registers, which few rows lack
 
 struct Problem {
     const u16* x;       // [M][ldx], sixteen-byte aligned rows
@@ -67,66 +73,35 @@ struct Problem {
     int units_per_group;
     int row_tiles;
     int whole, splits;  // tiles of a block each; of the blocks after them, so many divide K of a tile
+    int lead;           // chunks of the first of two such blocks, where they differ; else 0
     int clustered;      // whether those are a cluster
 };
 
-template <int WORDS> DEVICE void load_words(u32 (&v)[WORDS], u32 at) {
+template <int COUNT> DEVICE void load_words(u32 (&v)[COUNT], u32 at) {
 #pragma unroll
-    for (int i = 0; i < WORDS; i += 4) {
+    for (int i = 0; i < COUNT / 4 * 4; i += 4) {
         const uint4 four = load_shared16(at + i * 4);
         v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
     }
-}
-
-// Parameters of the eight columns of a lane, i ↔ column 8i + r of the 64, from where they begin.
-struct Params {
-    float scale[8], delta[8];
-};
-
-DEVICE void load_params(Params& p, u32 at, int r) {
-#if COLUMN
-#pragma unroll
-    for (int i = 0; i < 8; i++) p.scale[i] = scale_at(at, r, i), p.delta[i] = delta_at(at + SCALE_BYTES, r, i);
-#else
-    constexpr int WORDS = SCALE_BYTES / 32;  // that hold a lane's eight scales
-    u32 scale[WORDS], delta[8] = {};
-    load_words(scale, at + r * (WORDS * 4));
-    if (!SYMMETRIC) load_words(delta, at + SCALE_BYTES + r * 32);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        p.scale[i] = SCALE32 ? __uint_as_float(scale[i % WORDS]) : f32_of_half((u16)(scale[i / 2 % WORDS] >> i % 2 * 16));
-        p.delta[i] = __uint_as_float(delta[i]);
+    if constexpr (COUNT % 4 == 2) {
+        const uint2 two = load_shared8(at + (COUNT - 2) * 4);
+        v[COUNT - 2] = two.x, v[COUNT - 1] = two.y;
     }
-#endif
 }
 
-// The same, ready for `weights`. Each of the four lanes with these columns computes two; one group over K is begun once,
-// and there each computes all.
-DEVICE void load_columns(uint2 (&c)[8], u32 at, int lane) {
-    const int r = lane >> 2;
-#if COLUMN
-#pragma unroll
-    for (int i = 0; i < 8; i++) c[i] = ready_column(scale_at(at, r, i), delta_at(at + SCALE_BYTES, r, i));
+// Eight codes of a word as exact integers q − MIDDLE.
+#if BF16 && !SYMMETRIC
+constexpr int MIDDLE = -16;  // the codes are the upper bits of the fraction of 16.0
+
+DEVICE void integers(u32 (&a)[4], u32 w) {
+    a[0] = and_or<0x00780078, 0x41804180>(w << 3);
+    a[2] = and_or<0x00780078, 0x41804180>(w >> 1);
+    a[1] = and_or<0x00780078, 0x41804180>(w >> 5);
+    a[3] = and_or<0x00780078, 0x41804180>(w >> 9);
+}
 #else
-    uint2 own[2];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-        const int i = (lane & 3) * 2 + e;
-        own[e] = ready_column(scale_at(at, r, i), delta_at(at + SCALE_BYTES, r, i));
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) c[i] = make_uint2(from_quad(own[i & 1].x, i >> 1), from_quad(own[i & 1].y, i >> 1));
-#endif
-}
+constexpr int MIDDLE = 8;
 
-struct Arguments {
-    Problem p;
-    Weight w, w2;  // w2 in a PAIR only
-};
-
-DEVICE float silu(float v) { return v / (1.f + __expf(-v)); }
-
-// Eight codes of a word as the exact integers q − 8.
 DEVICE void integers(u32 (&a)[4], u32 w) {
 #if BF16
     a[0] = fma2(and_or<0x000f000f, 0x43004300>(w), 0x3f803f80, 0xc308c308);  // 128 + q − 136
@@ -141,6 +116,59 @@ DEVICE void integers(u32 (&a)[4], u32 w) {
     a[3] = fma2(and_or<0x00f000f0, 0x54005400>(v), 0x3c003c00, 0xd480d480);
 #endif
 }
+#endif
+
+// Parameters of the eight columns of a lane, i ↔ column 8i + r of the 64, from where they begin:
+// W = (q − MIDDLE)·scale + rest.
+struct Params {
+    float scale[8], rest[8];
+};
+
+DEVICE void load_params(Params& p, u32 at, int r) {
+#if COLUMN
+#pragma unroll
+    for (int i = 0; i < 8; i++) p.scale[i] = scale_at(at, r, i), p.rest[i] = delta_at(at + SCALE_BYTES, r, i);
+#else
+    constexpr int COUNT = SCALE_BYTES / 32;  // words that hold a lane's eight scales
+    u32 scale[COUNT], delta[8] = {};
+    load_words(scale, at + r * (COUNT * 4));
+    if (!SYMMETRIC) load_words(delta, at + SCALE_BYTES + r * 32);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        p.scale[i] = SCALE32 ? __uint_as_float(scale[i % COUNT]) : f32_of_half((u16)(scale[i / 2 % COUNT] >> i % 2 * 16));
+        p.rest[i] = __uint_as_float(delta[i]);
+    }
+#endif
+    if constexpr (MIDDLE != 8) {  // for which δ is what is left of W
+#pragma unroll
+        for (int i = 0; i < 8; i++) p.rest[i] = fmaf(MIDDLE - 8, p.scale[i], p.rest[i]);
+    }
+}
+
+// Those of a warp's words, from column `first` on, ready for `weights`. Each of the four lanes with these columns computes
+// its share; one group over K is begun once, and there each computes all.
+DEVICE void load_columns(uint2 (&c)[2 * WORDS], u32 at, int first, int lane) {
+    const int r = lane >> 2;
+    auto ready = [&](int i) { return ready_column(scale_at(at, r, first + i), delta_at(at + SCALE_BYTES, r, first + i)); };
+#if COLUMN
+#pragma unroll
+    for (int i = 0; i < 2 * WORDS; i++) c[i] = ready(i);
+#else
+    constexpr int OWN = WORDS / 2;
+    uint2 own[OWN];
+#pragma unroll
+    for (int e = 0; e < OWN; e++) own[e] = ready((lane & 3) * OWN + e);
+#pragma unroll
+    for (int i = 0; i < 2 * WORDS; i++) c[i] = make_uint2(from_quad(own[i % OWN].x, i / OWN), from_quad(own[i % OWN].y, i / OWN));
+#endif
+}
+
+struct Arguments {
+    Problem p;
+    Weight w, w2;  // w2 in a PAIR only
+};
+
+DEVICE float silu(float v) { return v / (1.f + __expf(-v)); }
 
 // Rows of x in a stage are 128 bytes, their sixteen-byte units swapped so that reads down a column meet no bank twice.
 DEVICE u32 x_offset(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
@@ -158,7 +186,7 @@ DEVICE i64 kept_wide(i64 v) {
 // What a thread copies of each chunk: pieces of sixteen bytes of x, of the words, and of scale and δ. All pointers run
 // along K; a piece's place in its stage never changes.
 struct Loader {
-    static constexpr int X_PIECES = (BM * 8 + TEAM - 1) / TEAM, W_PIECES = 4 / WM, ROW_STEP = TEAM / 8;
+    static constexpr int X_PIECES = (BM * 8 + TEAM - 1) / TEAM, W_PIECES = WORDS / WM, ROW_STEP = TEAM / 8;
     static constexpr int SCALE_PIECES = SCALE_BYTES / 16, PARAM_PIECES = PARAM_BYTES / 16;
 
     const u16* x;
@@ -179,10 +207,11 @@ struct Loader {
         rows = kept((u32)(max(min(p.M - row0 - row + ROW_STEP - 1, (i64)X_PIECES * ROW_STEP), 0ll) / ROW_STEP));
         x_to = kept(x_offset(row, unit));
 
+        const int step = (wn % PARTS * WM + wm) * W_PIECES, own = wn / PARTS;  // the first that this warp copies; which block
         in_weight = block64 < p.blocks64;
         w_step = (i64)p.blocks64 * 32;
-        words = w.B + ((i64)(chunk * 4 + wm * W_PIECES) * p.blocks64 + block64) * 32 + lane;
-        w_to = kept(X_BYTES + ((wn * 4 + wm * W_PIECES) * 32 + lane) * 16);
+        words = w.B + ((i64)(chunk * 4 + step) * p.blocks64 + block64) * 32 + lane;
+        w_to = kept(X_BYTES + ((own * 4 + step) * 32 + lane) * 16);
 
         const bool scale = lane < SCALE_PIECES;
         const int unit0 = chunk * UNITS, group = unit0 / p.units_per_group;
@@ -191,8 +220,8 @@ struct Loader {
         param_step = kept_wide((i64)p.blocks64 * (scale ? SCALE_BYTES : 256));
         params = (scale ? w.S + lane * 16 : (const u8*)w.delta + (lane - SCALE_PIECES) * 16) + group * param_step +
                  (i64)block64 * (scale ? SCALE_BYTES : 256);
-        param_to = kept(X_BYTES + W_BYTES + wn * UNITS * PARAM_BYTES + lane * 16);
-        in_params = kept((u32)(in_weight && wm == 0 && lane < PARAM_PIECES));
+        param_to = kept(X_BYTES + W_BYTES + own * UNITS * PARAM_BYTES + lane * 16);
+        in_params = kept((u32)(in_weight && step == 0 && lane < PARAM_PIECES));
     }
 
     // Where piece i of x goes, and whether it is one of the tile's.
@@ -285,8 +314,8 @@ template <int TILES> DEVICE void load_x(u32 (&x)[TILES][2], u32 at, int step) {
     }
 }
 
-// acc += scale·part + δ·Σx, and both sums begin anew.
-DEVICE void fold(float (&acc)[4][MT][4], float (&part)[4][MT][4], float (&sum)[MT][4], const Params& g) {
+// acc += scale·part + rest·Σx, and both sums begin anew.
+DEVICE void fold(float (&acc)[WORDS][MT][4], float (&part)[WORDS][MT][4], float (&sum)[MT][4], const Params& g) {
 #pragma unroll
     for (int i = 0; i < MT; i++) {
 #pragma unroll
@@ -294,7 +323,7 @@ DEVICE void fold(float (&acc)[4][MT][4], float (&part)[4][MT][4], float (&sum)[M
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 int column = 2 * j + (c >> 1);
-                if (!SYMMETRIC) acc[j][i][c] = fmaf(g.delta[column], sum[i][c & 1], acc[j][i][c]);
+                if (!SYMMETRIC) acc[j][i][c] = fmaf(g.rest[column], sum[i][c & 1], acc[j][i][c]);
                 acc[j][i][c] = fmaf(g.scale[column], part[j][i][c], acc[j][i][c]);
                 part[j][i][c] = 0.f;
             }
@@ -302,9 +331,20 @@ DEVICE void fold(float (&acc)[4][MT][4], float (&part)[4][MT][4], float (&sum)[M
     }
 }
 
+// What a lane takes of a step from shared memory: its words, and fragments of x.
+struct Step {
+    u32 word[WORDS], x[MT][2];
+
+    DEVICE void load(u32 words, u32 rows, int step) {
+        load_words(word, words + step * 512);
+        load_x(x, rows, step);
+    }
+};
+
 // The chunks of one team, from `first` on, into acc.
-DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load, Meeting& meet, u32 memory, Place at, int first,
-                         int chunks) {
+DEVICE void team_product(float (&acc)[WORDS][MT][4], const Problem& p, Loader& load, Meeting& meet, u32 memory, Place at,
+                         int first, int chunks) {
+    constexpr int STEPS = CHUNK / 16, EARLY = AHEAD ? STAGES : STAGES - 1;  // chunks on their way before the first is read
     const int lane = at.lane;
 #if !DECODE
     float part[4][MT][4] = {}, sum[MT][4] = {};
@@ -314,66 +354,84 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
 #endif
     int units_left = p.units_per_group - first * UNITS % p.units_per_group;
 #else
-    uint2 columns[8];
+    uint2 columns[2 * WORDS];
     int units_left = 0, units = p.units_per_group - first * UNITS % p.units_per_group;  // of this group and of the next
 #endif
-    const u32 end = memory + STAGES * STAGE_BYTES, x_at = kept(at.wm * MT * 1024 + x_lane(lane)), lane16 = kept(lane * 16);
-    u32 stage = memory, ahead = memory;
+    const u32 end = memory + STAGES * STAGE_BYTES, x_at = kept(at.wm * MT * 1024 + x_lane(lane));
+    const u32 words_at = kept(X_BYTES + at.wn / PARTS * 2048 + lane * 16 + at.wn % PARTS * (WORDS * 4));
+    u32 stage = memory, free = AHEAD ? memory : memory + EARLY * STAGE_BYTES;
+    auto after = [&](u32 at) { return at + STAGE_BYTES == end ? memory : at + STAGE_BYTES; };
+    // The next chunk is here for all, and all are done with the one whose stage is `free`.
+    auto meet_and_copy = [&](bool more) {
+        wait_copies<STAGES - 2>();
+        meet();
+        if (more) load.load_weight(free), load.load_x(free);
+        commit_copies();
+        free = after(free);
+    };
 #pragma unroll
     for (int i = 0; i < STAGES; i++) load.clear_x(memory + i * STAGE_BYTES);
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++)
+    for (int i = 0; i < EARLY; i++)
         if (i < chunks) load.load_weight(memory + i * STAGE_BYTES);
     wait_for_predecessor();
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
-        if (i < chunks) load.load_x(ahead);
+    for (int i = 0; i < EARLY; i++) {
+        if (i < chunks) load.load_x(memory + i * STAGE_BYTES);
         commit_copies();
-        ahead += STAGE_BYTES;
+    }
+    Step steps[2];
+    if (AHEAD) {
+        wait_copies<STAGES - 1>();
+        meet();
+        steps[0].load(stage + words_at, stage + x_at, 0);
     }
     while (chunks > 0) {
-        wait_copies<STAGES - 2>();
-        meet();  // the chunk is here for all, and all are done with the one before
-        if (chunks >= STAGES) load.load_weight(ahead), load.load_x(ahead);
-        commit_copies();
-        ahead = ahead + STAGE_BYTES == end ? memory : ahead + STAGE_BYTES;
         chunks--;
+        if (!AHEAD) meet_and_copy(chunks >= EARLY);
+        const u32 now = stage;
+        stage = after(stage);
 #pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-            const u32 params = stage + X_BYTES + W_BYTES + (at.wn * UNITS + u) * PARAM_BYTES;
+        for (int step = 0; step < STEPS; step++) {
+            const int u = step / UNIT_STEPS;
+            const u32 params = now + X_BYTES + W_BYTES + (at.wn / PARTS * UNITS + u) * PARAM_BYTES;
 #if DECODE
-            if (units_left == 0) {
-                load_columns(columns, params, lane);
-                units_left = units, units = p.units_per_group;
-            }
-            units_left--;
-#endif
-#pragma unroll
-            for (int step = u * UNIT_STEPS; step < (u + 1) * UNIT_STEPS; step++) {
-                u32 word[4];
-                load_words(word, stage + X_BYTES + (at.wn * 4 + step) * 512 + lane16);
-                u32 x[MT][2];
-                load_x(x, stage + x_at, step);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    u32 a[4];
-#if DECODE
-                    weights(a, word[j], column(columns[2 * j]), column(columns[2 * j + 1]));
-#pragma unroll
-                    for (int i = 0; i < MT; i++) mma(acc[j][i], a, x[i][0], x[i][1]);
-#else
-                    integers(a, word[j]);
-#pragma unroll
-                    for (int i = 0; i < MT; i++) mma(part[j][i], a, x[i][0], x[i][1]);
-#endif
+            if (step % UNIT_STEPS == 0) {
+                if (units_left == 0) {
+                    load_columns(columns, params, at.wn % PARTS * (2 * WORDS), lane);
+                    units_left = units, units = p.units_per_group;
                 }
-#if !DECODE && !SYMMETRIC
+                units_left--;
+            }
+#endif
+            Step& s = steps[AHEAD ? step % 2 : 0];
+            if (!AHEAD) {
+                s.load(now + words_at, now + x_at, step);
+            } else if (step + 1 < STEPS) {
+                steps[(step + 1) % 2].load(now + words_at, now + x_at, step + 1);
+            } else if (chunks > 0) {  // all of this chunk is in registers
+                meet_and_copy(chunks >= EARLY);
+                steps[0].load(stage + words_at, stage + x_at, 0);
+            }
 #pragma unroll
-                for (int i = 0; i < MT; i++) mma(sum[i], ones, x[i][0], x[i][1]);
+            for (int j = 0; j < WORDS; j++) {
+                u32 a[4];
+#if DECODE
+                weights(a, s.word[j], column(columns[2 * j]), column(columns[2 * j + 1]));
+#pragma unroll
+                for (int i = 0; i < MT; i++) mma(acc[j][i], a, s.x[i][0], s.x[i][1]);
+#else
+                integers(a, s.word[j]);
+#pragma unroll
+                for (int i = 0; i < MT; i++) mma(part[j][i], a, s.x[i][0], s.x[i][1]);
 #endif
             }
 #if !DECODE
-            if (--units_left == 0 || (chunks == 0 && u == UNITS - 1)) {
+#if !SYMMETRIC
+#pragma unroll
+            for (int i = 0; i < MT; i++) mma(sum[i], ones, s.x[i][0], s.x[i][1]);
+#endif
+            if (step % UNIT_STEPS == UNIT_STEPS - 1 && (--units_left == 0 || (chunks == 0 && u == UNITS - 1))) {
                 Params g;
                 load_params(g, params, lane >> 2);
                 fold(acc, part, sum, g);
@@ -381,7 +439,6 @@ DEVICE void team_product(float (&acc)[4][MT][4], const Problem& p, Loader& load,
             }
 #endif
         }
-        stage = stage + STAGE_BYTES == end ? memory : stage + STAGE_BYTES;
     }
     wait_copies<0>();
 }
@@ -528,7 +585,8 @@ DEVICE void finish_pass(const Problem& p, const u16* bias, const u16* bias2, con
 // Sum the slices' partial sums [splits][BM][BN] and write outputs.
 // Several quads at a time, as each takes as long as the way to global memory.
 DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, const float* from, int block, i64 row0) {
-    constexpr int TOTAL = BM * QUADS, ROUNDS = TOTAL < THREADS ? 1 : TOTAL / THREADS, AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;
+    constexpr int TOTAL = BM * QUADS, ROUNDS = TOTAL < THREADS ? 1 : TOTAL / THREADS, MOST = THREADS > 256 ? 4 : 8;
+    constexpr int AT_ONCE = ROUNDS < MOST ? ROUNDS : MOST;
     for (int first = threadIdx.x; first < TOTAL; first += AT_ONCE * THREADS) {
         float v[AT_ONCE][4] = {}, v2[AT_ONCE][4] = {};
         auto at = [&](int u) {
@@ -558,6 +616,15 @@ DEVICE void finish_slices(const Problem& p, const u16* bias, const u16* bias2, c
     }
 }
 
+// The rows and the columns of a tile. Neighbours share columns of W, up to a thousand rows of x at a time, so that both
+// come from the L2 cache.
+DEVICE void place(const Problem& p, int tile, int& row_tile, int& block) {
+    constexpr int BAND = 1024 / BM, OWN = PAIR ? BLOCKS / 2 : BLOCKS;
+    const int in_band = BAND * ((p.blocks64 + OWN - 1) / OWN), band = tile / in_band;
+    const int rows = min(p.row_tiles - band * BAND, BAND), within = tile - band * in_band;
+    row_tile = band * BAND + within % rows, block = within / rows;
+}
+
 // One block per multiprocessor is enough: shared memory allows no more of most tiles, and without the 1 ptxas spills to
 // fit a second one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __grid_constant__ Arguments arguments) {
@@ -566,18 +633,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
     extern __shared__ __align__(128) u8 memory[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Place at{warp / (WM * WN), warp % (WM * WN) / WN, warp % WN, lane};
-    // Whole tiles first, a block each; then slices of K, within row tiles, within columns: neighbours share words or x in
-    // the L2 cache.
-    const int after = (int)blockIdx.x - p.whole, splits = after < 0 ? 1 : p.splits;
-    const int split = after < 0 ? 0 : after % splits, tile = after < 0 ? blockIdx.x : p.whole + after / splits;
-    const i64 row0 = (i64)(tile % p.row_tiles) * BM;
-    const int block = tile / p.row_tiles;
-    const int block64 = PAIR ? block * (WN / 2) + at.wn / 2 : block * WN + at.wn;
-    const int slice0 = (i64)p.chunks * split / splits, slice = (i64)p.chunks * (split + 1) / splits - slice0;
+    // Whole tiles first, then slices of K; first slices before second ones where they differ.
+    const int after = (int)blockIdx.x - p.whole, splits = after < 0 ? 1 : p.splits, cut = ((int)gridDim.x - p.whole) / splits;
+    const int split = after < 0 ? 0 : p.lead ? after / cut : after % splits;
+    const int tile = after < 0 ? blockIdx.x : p.whole + (p.lead ? after % cut : after / splits);
+    int row_tile, block;
+    place(p, tile, row_tile, block);
+    const i64 row0 = (i64)row_tile * BM;
+    const int own = at.wn / PARTS, block64 = PAIR ? block * (BLOCKS / 2) + own / 2 : block * BLOCKS + own;
+    auto slice_begin = [&](int s) { return p.lead && s == 1 && splits == 2 ? p.lead : (int)((i64)p.chunks * s / splits); };
+    const int slice0 = slice_begin(split), slice = slice_begin(split + 1) - slice0;
     const int first = slice0 + slice * at.team / WK, chunks = slice0 + slice * (at.team + 1) / WK - first;
 
-    float acc[4][MT][4] = {};
-    const bool second = PAIR && (at.wn & 1);
+    float acc[WORDS][MT][4] = {};
+    const bool second = PAIR && (own & 1);
     const Weight w{second ? arguments.w2.B : arguments.w.B, second ? arguments.w2.S : arguments.w.S,
                    second ? arguments.w2.delta : arguments.w.delta, nullptr};
     Loader load(p, w, row0, block64, at.wm, at.wn, lane, first);
@@ -594,12 +663,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core(const __gri
     for (int pass = 0; pass < PASSES; pass++) {
         __syncthreads();  // the stages, or the tiles of the last pass, are free
 #pragma unroll
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < WORDS; j++)
 #pragma unroll
             for (int i = 0; i < MT / PASSES; i++)
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
-                    const int m = (at.wm * (MT / PASSES) + i) * 8 + 2 * t + (c & 1), n = at.wn * 64 + j * 16 + r + (c >> 1) * 8;
+                    const int m = (at.wm * (MT / PASSES) + i) * 8 + 2 * t + (c & 1), n = (at.wn * WORDS + j) * 16 + r + (c >> 1) * 8;
                     tiles[(at.team * (BM / PASSES) + m) * TILE_STRIDE + n] = acc[j][pass * (MT / PASSES) + i][c];
                 }
         __syncthreads();
