@@ -618,6 +618,8 @@ def test_hopper_choices_follow_the_measured_ones() -> None:
         (1024, 8192, 8192, "256×128 tiles, 2 consumers, 128 k per stage"),
     ):
         assert str(choose_hopper(M, N, K, 128, 132)) == tile
+    for bf16, rows in ((False, 128), (True, 256)):  # where decoding takes longer than 128 rows need
+        assert choose_hopper(256, 8192, 8192, 128, 132, bf16).BM == rows
 
 
 @pytest.mark.parametrize("G", [1, 8, 16, 24, 48])

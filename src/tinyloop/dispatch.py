@@ -282,7 +282,7 @@ def _config(kernel: str, p: Problem, on: Chip) -> str:
     group = -1 if p.G == p.K else p.G
     N, K = padded(p)
     if kernel == "hopper":
-        return str(choose_hopper(p.M, N, K, group, on.multiprocessors))
+        return str(choose_hopper(p.M, N, K, group, on.multiprocessors, p.dtype == torch.bfloat16))
     return str(choose(p.M, N, K, on, halves=in_halves(group))) if kernel == "tensor_core" else ""
 
 

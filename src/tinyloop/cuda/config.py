@@ -329,6 +329,7 @@ class _Rated(NamedTuple):
     step: float  # µs that a block takes for 64 k of it
     clusters: bool  # whether clusters of four may divide its K
     most_runs: int  # of parameters per stage, beyond which registers or shared memory are short
+    bf16: float = 1.0  # times the step in bf16, whose decoding may take longer than what it hides behind
 
 
 # Measured on an H200, as the constants below are (docs/log.md).
@@ -341,8 +342,8 @@ _HOPPER_TILES = (
     _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
     _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 8),
     _Rated(HopperConfig(128, 2, 128), 0.454, False, 4),
-    _Rated(HopperConfig(128, 2, 256), 0.400, False, 4),
-    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2),
+    _Rated(HopperConfig(128, 2, 256), 0.400, False, 4, 1.25),
+    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 1.1),
     _Rated(HopperConfig(256, 2, 128), 0.730, False, 4),
 )
 _EIGHT_RUNS = 1.1  # times the step, for the parameters
@@ -352,15 +353,19 @@ _SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of su
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int) -> HopperConfig:
+def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int, bf16: bool = False) -> HopperConfig:
     """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
-    return min(hopper_configs(K, group), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
+    return min(hopper_configs(K, group, bf16), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def hopper_configs(K: int, group: int) -> list[tuple[HopperConfig, float]]:
+def hopper_configs(K: int, group: int, bf16: bool = False) -> list[tuple[HopperConfig, float]]:
     """Every tile for K as padded and a group size, with its µs per 64 k. Each block of a cluster has a chunk."""
+
+    def step(rated: _Rated) -> float:
+        return rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1) * (rated.bf16 if bf16 else 1)
+
     return [
-        (replace(rated.tile, SPLITS=splits), rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1))
+        (replace(rated.tile, SPLITS=splits), step(rated))
         for rated in _HOPPER_TILES
         for splits in ((1, 4) if rated.clusters else (1,))
         if rated.tile.runs(group) <= rated.most_runs and (splits == 1 or splits * rated.tile.DEPTH <= K)
