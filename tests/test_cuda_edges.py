@@ -233,6 +233,10 @@ def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> 
         p, blocks = launched[-1]
         assert (p.M, p.row_tiles, p.whole, p.splits) == (M, -(-M // 64), tiles - cut, 16)
         assert blocks == tiles - cut + 16 * cut < 1 << 31
+    x = torch.empty(64, K, dtype=torch.float16, device="meta")
+    gemm.product(x, w, config=Config(8, 1, 4, 2, 3, True, splits=2, lead=11))
+    p, blocks = launched[-1]
+    assert (p.whole, p.splits, p.lead, blocks, asked[-1]) == (0, 2, 11, 66, (33 * 2 * 64 * 256, 33))
 
 
 def test_perf03_scratch_is_small_whatever_the_problem() -> None:

@@ -548,6 +548,13 @@ def test_small_groups_leave_clusters_room_beside_others() -> None:
         assert 2 * halves.shared_memory(halves=True) < HOPPER.shared_memory < 2 * whole.shared_memory(halves=True)
 
 
+def test_small_groups_have_tiles_of_their_own() -> None:
+    """Up to sixteen rows on Hopper, where their parameters are read for every second step."""
+    for on, decode in ((HOPPER, True), (AMPERE, False)):
+        whole, halves = (choose(16, 8192, 8192, on, halves=halves) for halves in (False, True))
+        assert (whole.DECODE, halves.DECODE) == (False, decode)
+
+
 def test_only_tiles_beyond_full_rounds_are_cut() -> None:
     c = Config(1, 1, 1, 4, 4, False, splits=2)
     assert [c.whole(tiles, 132) for tiles in (1, 131, 132, 133, 448)] == [0, 0, 132, 132, 396]
@@ -620,6 +627,8 @@ def test_hopper_choices_follow_the_measured_ones() -> None:
         assert str(choose_hopper(M, N, K, 128, 132)) == tile
     for bf16, rows in ((False, 128), (True, 256)):  # where decoding takes longer than 128 rows need
         assert choose_hopper(256, 8192, 8192, 128, 132, bf16).BM == rows
+        chosen = plan(problem(256, BF16 if bf16 else F16, N=8192, K=8192), HOPPER)
+        assert chosen.config.startswith(f"{rows}×128 tiles")
 
 
 @pytest.mark.parametrize("G", [1, 8, 16, 24, 48])
