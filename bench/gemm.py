@@ -160,7 +160,7 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
         sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
         return [
             (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
-            for c, step in config.hopper_configs(m.Kp, m.group_size, x.dtype == torch.bfloat16)
+            for c, step in config.hopper_configs(m.Kp, m.group_size, x.dtype == torch.bfloat16 and not m.coarse)
         ]
     chosen = config.choose(x.shape[0], m.Np, m.Kp, on, halves=config.in_halves(m.group_size))
     cut = {

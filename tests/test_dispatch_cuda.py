@@ -572,7 +572,16 @@ def test_multiprocessors_without_a_tile_take_a_part_of_the_others() -> None:
     assert rounds * (chunks - c.lead) < c.lead < chunks
     assert choose(64, 132 * 256, 8192, HOPPER).lead == 0  # none is free
     assert choose(64, 28672, 2048, HOPPER).lead == 0  # the part would be too small
-    assert choose(64, 11008, 11008, HOPPER).lead > 0 == choose(64, 11008, 4096, HOPPER).lead
+    assert choose(64, 11008, 11008, HOPPER).lead > 0
+    assert choose(64, 11008, 4096, HOPPER).lead == 0
+
+
+def test_wide_tiles_fill_one_round() -> None:
+    """Where there are one and a half times as many tiles of 64×128 as multiprocessors, those of 64×192 may be more."""
+    for M, N, chip in ((320, 4096, "8.0"), (640, 2048, "8.0"), (256, 6144, "9.0")):
+        on = CHIPS[chip]
+        c = choose(M, N, 4096, on)
+        assert -(-M // c.rows) * -(-N // c.columns) <= on.multiprocessors
 
 
 def test_few_tiles_are_cut_and_many_are_not() -> None:
@@ -625,9 +634,10 @@ def test_hopper_choices_follow_the_measured_ones() -> None:
         (1024, 8192, 8192, "256×128 tiles, 2 consumers, 128 k per stage"),
     ):
         assert str(choose_hopper(M, N, K, 128, 132)) == tile
-    for bf16, rows in ((False, 128), (True, 256)):  # where decoding takes longer than 128 rows need
-        assert choose_hopper(256, 8192, 8192, 128, 132, bf16).BM == rows
-        chosen = plan(problem(256, BF16 if bf16 else F16, N=8192, K=8192), HOPPER)
+    for dtype, coarse, rows in ((F16, False, 128), (BF16, True, 128), (BF16, False, 256)):
+        fine = dtype == BF16 and not coarse  # where decoding takes longer than 128 rows need
+        assert choose_hopper(256, 8192, 8192, 128, 132, fine).BM == rows
+        chosen = plan(problem(256, dtype, N=8192, K=8192, coarse=coarse), HOPPER)
         assert chosen.config.startswith(f"{rows}×128 tiles")
 
 

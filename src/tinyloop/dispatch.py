@@ -64,6 +64,7 @@ class Problem:
     device: str = "cpu"  # or "cuda:0" …
     marlin: bool = True  # dispatch to the INT4 tensor-core path is on
     unpackable: str | None = None  # why the weight has no device format, or None
+    coarse: bool = False  # whether bf16 holds the scales, as far as a device format has been made
     require: bool = False  # on a GPU, a 4-bit weight takes that path or a kept dense copy, or is refused
 
 
@@ -282,7 +283,7 @@ def _config(kernel: str, p: Problem, on: Chip) -> str:
     group = -1 if p.G == p.K else p.G
     N, K = padded(p)
     if kernel == "hopper":
-        return str(choose_hopper(p.M, N, K, group, on.multiprocessors, p.dtype == torch.bfloat16))
+        return str(choose_hopper(p.M, N, K, group, on.multiprocessors, p.dtype == torch.bfloat16 and not p.coarse))
     return str(choose(p.M, N, K, on, halves=in_halves(group))) if kernel == "tensor_core" else ""
 
 

@@ -67,6 +67,11 @@ class PackedWeight:
             self._marlin = MarlinWeight.of(self.weight, self.device)
         return self._marlin
 
+    @property
+    def coarse(self) -> bool:
+        """Whether bf16 holds every scale, as the device format knows; False where there is none."""
+        return self._marlin is not None and self._marlin.coarse
+
     def canonical(self) -> LinearWeight:
         """The weight itself on this weight's device; on a GPU, contiguous as its kernels read it."""
         if self._canonical is None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 CHUNK = 64  # k per stage
 FIRST_CAPABILITY = (8, 0)  # cp.async, mma.sync of 16×8×16, and conversions of two floats at once
 KEPT_ROWS = 64  # up to which a product's arguments are kept, and the call of the op that has it
-_SPARE = 2 << 10  # bytes of shared memory per block that the driver and static variables take
+SPARE = 2 << 10  # bytes of shared memory per block that the driver and static variables take
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ _FEW = (
     _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
     _Few(_ANY, _ANY, _ANY, None),
 )
-# Before those for groups of 32, whose parameters take room in the stages and are read for every second step.
-_FEW_HALVES = (
+# Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk, and take room.
+_FEW_HALVES = (  # rows of x, blocks of 64 columns
     (range(1, 9), range(41, 67), Config(1, 1, 1, 16, 2, False, 2, True)),
     (range(9, 17), range(67, 257), Config(2, 1, 1, 16, 2, True)),
     (range(9, 17), range(257, _ANY), Config(2, 1, 1, 4, 3, True, 2, True)),
-)  # rows of x, blocks of 64 columns
+)
 # Elsewhere, and on Hopper for what wgmma does not serve, pairs and symmetric products: rows up to, columns from.
 _TILES = (
     (8, 32768, Config(1, 1, 2, 4, 3, False)),
@@ -146,6 +146,7 @@ _MANY = (
 _ADDING = 2.6  # µs that slices cost: sums through global memory, and a wait for the last block
 # µs: of 64×64 of a tile's outputs for a chunk, with more than 32 rows; of a slice's beginning and end; of adding two
 _STEP, _SLICE, _ADDING_TWO = 0.185, 4.4, 5.5
+_WORTH = 0.03  # of a tile's time, what one run differs from the next by: less is not worth slices
 
 
 def in_halves(group: int) -> bool:
@@ -176,7 +177,7 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         config = replace(config, WN=2, WK=config.WK // 2)
     if config.MT > 1 and config.threads > 384 and (pair or not hopper):
         config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; ptxas wants up to 137
-    while config.shared_memory(scale32=True, halves=True) + _SPARE > on.shared_memory:
+    while config.shared_memory(scale32=True, halves=True) + SPARE > on.shared_memory:
         config = _smaller(config)
     if config.cluster and halves and _alone(config, True, on) and not _alone(config, False, on):
         # so that two blocks share a multiprocessor (log, 2026-11-30)
@@ -199,7 +200,7 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
 
 def _alone(c: Config, halves: bool, on: Chip) -> bool:
     """Whether a multiprocessor has shared memory for one block only, where its threads leave room for more."""
-    return c.threads <= 256 and 2 * (c.shared_memory(halves=halves) + _SPARE) > on.shared_memory
+    return c.threads <= 256 and 2 * (c.shared_memory(halves=halves) + SPARE) > on.shared_memory
 
 
 def _tile(M: int, N: int, chunks: int, multiprocessors: int, pair: bool) -> Config:
@@ -209,7 +210,14 @@ def _tile(M: int, N: int, chunks: int, multiprocessors: int, pair: bool) -> Conf
     load = -(-M // 64) * -(-N // 128) / multiprocessors
     if 0.4 < load <= 0.5 and chunks <= 48:
         load = 0.4  # two slices of so few chunks would cost more than narrow tiles
-    return next(c for most, c in _MANY if load <= most and not (pair and c.columns % 128))
+
+    def one_round(c: Config) -> bool:
+        return -(-M // c.rows) * -(-N // c.columns) <= multiprocessors
+
+    usual = _MANY[-1][1]
+    return next(
+        c for most, c in _MANY if load <= most and not (pair and c.columns % 128) and (c is usual or one_round(c))
+    )
 
 
 def _lead(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
@@ -220,7 +228,8 @@ def _lead(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
         return 0
     step, rounds = _STEP * c.columns / 64, -(-tiles // free)
     rest = int((chunks * step - rounds * _SLICE) / ((1 + rounds) * step))
-    return chunks - rest if rest >= c.WK and rest * step - _ADDING_TWO > 0.03 * chunks * step else 0
+    saved = rest * step - _ADDING_TWO
+    return chunks - rest if rest >= c.WK and saved > _WORTH * chunks * step else 0
 
 
 def _slices(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
@@ -229,7 +238,7 @@ def _slices(c: Config, tiles: int, chunks: int, multiprocessors: int) -> int:
     last = tiles % multiprocessors
 
     def cost(slices: int) -> float:  # µs: one multiprocessor decodes a 64×64 chunk in 0.08 at up to 8 rows
-        load = -(-last * slices // multiprocessors) * -(-chunks // slices) * c.WN
+        load = -(-last * slices // multiprocessors) * -(-chunks // slices) * (c.columns // 64)
         return load * (0.06 + 0.02 * c.MT * c.WM) + (_ADDING if slices > 1 else 0)
 
     room = multiprocessors * 4 // 3 // max(1, last)  # more blocks than that come one after another
@@ -329,7 +338,7 @@ class _Rated(NamedTuple):
     step: float  # µs that a block takes for 64 k of it
     clusters: bool  # whether clusters of four may divide its K
     most_runs: int  # of parameters per stage, beyond which registers or shared memory are short
-    bf16: float = 1.0  # times the step in bf16, whose decoding may take longer than what it hides behind
+    fine: float = 1.0  # times the step where bf16 takes two parts of a scale: decoding may take longer than its `wgmma`
 
 
 # Measured on an H200, as the constants below are (docs/log.md).
@@ -353,16 +362,17 @@ _SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of su
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int, bf16: bool = False) -> HopperConfig:
-    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K."""
-    return min(hopper_configs(K, group, bf16), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
+def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int, fine: bool = False) -> HopperConfig:
+    """The tile that takes the least time by `hopper_cost`, for M rows, N and K as padded, group -1 for one over K.
+    `fine` is bf16 with scales that it does not hold."""
+    return min(hopper_configs(K, group, fine), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def hopper_configs(K: int, group: int, bf16: bool = False) -> list[tuple[HopperConfig, float]]:
+def hopper_configs(K: int, group: int, fine: bool = False) -> list[tuple[HopperConfig, float]]:
     """Every tile for K as padded and a group size, with its µs per 64 k. Each block of a cluster has a chunk."""
 
     def step(rated: _Rated) -> float:
-        return rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1) * (rated.bf16 if bf16 else 1)
+        return rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1) * (rated.fine if fine else 1)
 
     return [
         (replace(rated.tile, SPLITS=splits), step(rated))

@@ -69,7 +69,8 @@ def ready(
     tiles = p.row_tiles * -(-w.Np // (c.columns // (2 if pair else 1)))
     if c.cluster and chip(device).capability < (9, 0):
         raise InputError(f"config={c} asks for clusters, which {chip(device).name} does not have; give cluster=False")
-    p.whole, p.splits, p.clustered, p.lead = c.whole(tiles, chip(device).multiprocessors), c.splits, c.cluster, c.lead
+    p.whole, p.splits, p.clustered = c.whole(tiles, chip(device).multiprocessors), c.splits, c.cluster
+    p.lead = 0 if c.cluster else c.lead
     cut = tiles - p.whole
     arguments = _Arguments(p, _weight(w, bias), _weight(*pair) if pair else _Weight())
     floats = 0 if c.cluster else cut * c.splits * c.rows * c.columns

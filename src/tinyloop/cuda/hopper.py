@@ -38,7 +38,7 @@ def ready(
     """A product of M rows of x's dtype by hopper.cu, with everything but x and y in place."""
     device = w.B.device.index
     sms, bf16 = chip(device).multiprocessors, dtype == torch.bfloat16
-    c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms, bf16)
+    c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms, bf16 and not w.coarse)
     column, runs = w.group_size == -1, c.runs(w.group_size)
     scale32 = w.S.dtype == torch.float32
     run = _launcher(c, device, bf16, scale32, column, runs, bf16 and not scale32 and w.coarse)

@@ -23,7 +23,7 @@ import torch
 
 from ..devices import resolve
 from . import build
-from .config import Chip
+from .config import SPARE, Chip
 
 log = logging.getLogger("tinyloop")
 Tensor = torch.Tensor
@@ -105,7 +105,7 @@ def launch_function() -> Callable[[int, int, int, None], int]:
 
 _OVERLAP = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
-_UNASKED, _STATIC = 48 << 10, 2 << 10  # bytes of shared memory that a kernel may have unasked; that its variables take
+_UNASKED = 48 << 10  # bytes of shared memory that a kernel may have unasked, its variables included
 _allowing = threading.Lock()
 
 
@@ -129,7 +129,7 @@ class Launcher:
         self._attributes = ([(_OVERLAP, 1)] if overlaps else []) + ([(_CLUSTER, cluster, 1, 1)] if cluster > 1 else [])
         self._local = threading.local()  # a launch fills in its own thread's configuration, and lets others run
         self._function, self._launch = int(kernel.handle), launch_function()
-        if shared > _UNASKED - _STATIC:
+        if shared > _UNASKED - SPARE:
             _allow_shared(kernel.handle, device, shared)
 
     def __call__(self, arguments: Arguments, blocks: int, stream: int | None = None) -> None:
@@ -173,7 +173,8 @@ def _allow_shared(kernel: Any, device: int, shared: int) -> None:
         result, allowed = api.cuKernelGetAttribute(attribute, kernel, on)
         raise_for(result, "the shared memory that a kernel may have")
         if allowed < shared or allowed == _UNASKED:  # of which variables take a part
-            raise_for(api.cuKernelSetAttribute(attribute, shared, kernel, on)[0], f"{shared} bytes of shared memory")
+            most = max(shared, allowed)
+            raise_for(api.cuKernelSetAttribute(attribute, most, kernel, on)[0], f"{most} bytes of shared memory")
 
 
 class _Own:

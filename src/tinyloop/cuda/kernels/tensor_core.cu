@@ -3,7 +3,7 @@
 // The idea. The product is computed as yᵀ = Wᵀ xᵀ, because one 32-bit word of the device format is, without a shuffle,
 // one lane's share of a 16×16 fragment of Wᵀ, and because rows of x then come in eights: one row costs what eight do.
 //
-//             64 columns of a warp                       a lane's sixteen bytes (words j = 0..3)
+//             64 columns of a warp, or of two             a lane's sixteen bytes (words j = 0..3)
 //            ┌────┬────┬────┬────┐                        word j, nibble    7 6 5 4 3 2 1 0
 //   16 k  →  │ j=0│ j=1│ j=2│ j=3│  one 16-byte load      column 16j + r    . . x x . . x x
 //            └────┴────┴────┴────┘  per lane              column 16j+8+r    x x . . x x . .
@@ -56,10 +56,14 @@ constexpr int TILE_STRIDE = BN + 4;  // floats; the 4 keeps the transposing writ
 __device__ constexpr int passes(int n) { return BM / n * TILE_STRIDE * 4 <= STAGES * STAGE_BYTES ? n : passes(2 * n); }
 constexpr int PASSES = passes(1);
 static_assert(PASSES <= MT, "the stages are too small for the tile of one row of fragments");
+static_assert(WORDS == 2 || WORDS == 4, "two warps, or one, to a lane's words");
 static_assert(WORDS % WM == 0, "each warp copies as many steps of words");
+static_assert(!PAIR || BLOCKS % 2 == 0, "blocks of two weights take turns");
 static_assert(WORDS == 4 || DECODE, "folding takes the parameters of all 64 columns");
-static_assert(MT < 8 || DECODE, "folding reads parameters after the stage was given back");
-constexpr bool AHEAD = MT == 8 && THREADS > 128 && THREADS <= 384;  // read a step's words and x while the one before is computed: registers, which few rows lack
+// Read a step's words and x while the one before is computed: 4 % where few large warps are alone on a multiprocessor;
+// nothing where two blocks share one, 2 to 16 % slower for few rows, and 512 threads lack the registers.
+constexpr bool AHEAD = MT == 8 && THREADS > 128 && THREADS <= 384;
+static_assert(!AHEAD || DECODE, "folding reads parameters after the stage was given back");
 
 struct Problem {
     const u16* x;       // [M][ldx], sixteen-byte aligned rows
@@ -319,7 +323,7 @@ DEVICE void fold(float (&acc)[WORDS][MT][4], float (&part)[WORDS][MT][4], float 
 #pragma unroll
     for (int i = 0; i < MT; i++) {
 #pragma unroll
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < WORDS; j++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 int column = 2 * j + (c >> 1);
@@ -347,7 +351,7 @@ DEVICE void team_product(float (&acc)[WORDS][MT][4], const Problem& p, Loader& l
     constexpr int STEPS = CHUNK / 16, EARLY = AHEAD ? STAGES : STAGES - 1;  // chunks on their way before the first is read
     const int lane = at.lane;
 #if !DECODE
-    float part[4][MT][4] = {}, sum[MT][4] = {};
+    float part[WORDS][MT][4] = {}, sum[MT][4] = {};
 #if !SYMMETRIC
     const u32 one = BF16 ? 0x3f803f80 : 0x3c003c00;
     const u32 ones[4] = {one, one, one, one};
