@@ -300,7 +300,9 @@ def count(text: str) -> int:
 
 def size(text: str) -> tuple[int, int]:
     """K and N of a weight, as an argument."""
-    K, _, N = text.partition("x")
+    K, times, N = text.partition("x")
+    if not times:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; give K and N as 4096x4096")
     return count(K), count(N)
 
 
