@@ -25,12 +25,15 @@ from tinyloop.cuda.config import (
     _BARRIERS,
     CHUNK,
     KINDS,
+    WHOLE,
     Chip,
     Config,
+    HopperConfig,
     Work,
     choose,
     choose_hopper,
     hopper_configs,
+    hopper_cost,
     hopper_variants,
     variants,
 )  # fmt: skip
@@ -81,8 +84,10 @@ CHOSEN = {
     "the head": (problem(1, N=50257), AMPERE, "tensor_core"),
     "most rows": (problem(DENSE), AMPERE, "tensor_core"),
     "one row more": (problem(DENSE + 1), AMPERE, "unpack_dense"),
-    "Hopper, few rows": (problem(32), HOPPER, "tensor_core"),
-    "Hopper, one row more": (problem(33), HOPPER, "hopper"),
+    "Hopper, few rows": (problem(16), HOPPER, "tensor_core"),
+    "Hopper, one row more": (problem(17), HOPPER, "hopper"),
+    "Hopper, few rows of a small weight": (problem(32, N=2048), HOPPER, "tensor_core"),
+    "Hopper, one row more of the small one": (problem(33, N=2048), HOPPER, "hopper"),
     "Hopper, few rows of a large weight": (problem(16, K=8192, N=8192), HOPPER, "tensor_core"),
     "Hopper, one row more of it": (problem(17, K=8192, N=8192), HOPPER, "hopper"),
     "Hopper, most rows": (problem(DENSE_HOPPER), HOPPER, "hopper"),
@@ -542,8 +547,8 @@ def test_what_wgmma_does_not_serve_is_cut_too() -> None:
 
 def test_small_groups_leave_clusters_room_beside_others() -> None:
     """Two blocks a multiprocessor, where parameters of groups of 32 would leave room for one."""
-    for N in (6144, 28672):
-        whole, halves = (choose(1, N, 2048, HOPPER, halves=halves) for halves in (False, True))
+    for N, K in ((6144, 2048), (28672, 8192)):
+        whole, halves = (choose(1, N, K, HOPPER, halves=halves) for halves in (False, True))
         assert (whole.STAGES, halves.STAGES) == (4, 3)
         assert 2 * halves.shared_memory(halves=True) < HOPPER.shared_memory < 2 * whole.shared_memory(halves=True)
 
@@ -620,14 +625,18 @@ def test_hopper_choices() -> None:
     for M, N, K in PADDED:
         for group in (-1, 32, 64, 96, 128, 256):
             c = choose_hopper(M, N, K, group, 132)
-            assert c in hopper_variants()
+            assert dataclasses.replace(c, least=HopperConfig.least) in hopper_variants()
             assert c.SPLITS == 1 or c.SPLITS * c.DEPTH <= K
 
 
 def test_hopper_choices_follow_the_measured_ones() -> None:
     """The fastest tile of a sweep on an H200, or one within 5 % of it (docs/log.md)."""
     for M, N, K, tile in (
-        (64, 2048, 2048, "64×128 tiles, 2 consumers, 256 k per stage, clusters of 4 along K"),
+        (64, 2048, 2048, "32×64 tiles, none cut, 2 consumers in 2 teams, 256 k per stage"),
+        (64, 6144, 2048, "64×64 tiles, none cut, 2 consumers in 2 teams, 256 k per stage"),
+        (128, 6144, 2048, "128×64 tiles, none cut, 2 consumers in 2 teams, 256 k per stage"),
+        (256, 6144, 2048, "128×128 tiles, none cut, 2 consumers, 256 k per stage"),
+        (64, 2048, 8192, "64×64 tiles, 2 consumers in 2 teams, 256 k per stage"),
         (32, 28672, 8192, "32×256 tiles, 4 consumers, 128 k per stage"),
         (64, 4096, 4096, "64×64 tiles, 2 consumers in 2 teams, 256 k per stage"),
         (512, 6144, 2048, "128×192 tiles, 3 consumers, 128 k per stage"),
@@ -689,6 +698,24 @@ def place_of(work: Work, chunks: int, tile: int) -> tuple[int, int]:
     return start // work.piece, (start + chunks - 1) // work.piece
 
 
+def test_hopper_tiles_that_are_not_cut() -> None:
+    """All are whole; and it is no tile of its own, which would be compiled."""
+    plain = next(c for c in hopper_variants() if c.SPLITS == 1)
+    for tiles, chunks in itertools.product((1, 96, 131, 132, 133, 200), (2, 8, 448)):
+        assert dataclasses.replace(plain, least=WHOLE).schedule(tiles, chunks, 132) == Work(tiles, 0, 0, 0)
+    tiles = [c for c, _ in hopper_configs(8192, 128)]
+    assert {c.least for c in tiles} == {HopperConfig.least, WHOLE}
+    assert {dataclasses.replace(c, least=HopperConfig.least) for c in tiles} == {*hopper_variants()}
+
+
+def test_hopper_cost_falls_with_multiprocessors_left_free() -> None:
+    """On those the next launch begins: one tile costs less than as many as there are, half as many no more than one."""
+    tile = HopperConfig(64, 1, 256, TEAMS=2, least=WHOLE)
+    one, half, most, all_ = (hopper_cost(tile, 0.1, 64, 64 * tiles, 2048, 132) for tiles in (1, 66, 99, 132))
+    assert one == half < most < all_
+    assert hopper_cost(tile, 0.1, 64, 64 * 133, 2048, 132) > all_ + 3  # a round more
+
+
 def random_work() -> Iterator[tuple[int, int, int, int]]:  # tiles, chunks, multiprocessors, least
     r = random.Random(0)
     for _ in range(3000):
@@ -704,7 +731,7 @@ def test_hopper_pieces_come_together() -> None:
     plain = next(c for c in hopper_variants() if c.SPLITS == 1)
     for tiles, chunks, sms, least in random_work():
         work = dataclasses.replace(plain, least=least * plain.DEPTH).schedule(tiles, chunks, sms)
-        blocks = max(work.pieces, min(work.whole, sms))  # the grid of cuda/hopper.py
+        blocks = work.blocks(sms)  # the grid of cuda/hopper.py
         assert 1 <= blocks <= sms
         covered: dict[int, list[tuple[int, int, int]]] = {}
         for block in range(blocks):

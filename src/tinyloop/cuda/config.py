@@ -102,27 +102,33 @@ _FEW = (
     _Few(8, 87, _ANY, Config(1, 1, 1, 16, 2, False, 2, True)),
     _Few(8, 100, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
     _Few(8, 132, _ANY, Config(1, 1, 1, 16, 2, False)),
-    _Few(8, _ANY, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
+    _Few(8, 200, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
+    _Few(8, 264, _ANY, Config(1, 1, 1, 8, 3, False)),
+    _Few(8, 600, 96, Config(1, 1, 1, 4, 4, False)),
+    _Few(8, 600, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
+    _Few(8, _ANY, _ANY, Config(1, 1, 1, 4, 4, False)),
     _Few(16, 40, 48, Config(2, 1, 1, 8, 3, False, 2, True)),
     _Few(16, 40, _ANY, Config(2, 1, 1, 4, 4, False, 8, True)),
     _Few(16, 66, _ANY, Config(2, 1, 1, 8, 3, False, 2, True)),
     _Few(16, 87, _ANY, Config(2, 1, 1, 4, 4, False, 4, True)),
     _Few(16, 100, _ANY, Config(2, 1, 1, 8, 3, False)),
     _Few(16, 132, _ANY, Config(2, 1, 1, 16, 2, False)),
-    _Few(16, 256, _ANY, Config(2, 1, 1, 8, 3, False, 2, True)),
+    _Few(16, 256, 48, Config(2, 1, 1, 4, 4, False)),
+    _Few(16, 256, 96, Config(2, 1, 1, 8, 3, False)),
+    _Few(16, 198, _ANY, Config(2, 1, 1, 4, 4, False, 2, True)),
+    _Few(16, 256, _ANY, Config(2, 1, 1, 16, 2, False)),
+    _Few(16, _ANY, 48, Config(2, 1, 1, 2, 3, False)),
     _Few(16, _ANY, _ANY, Config(2, 1, 1, 4, 4, False, 2, True)),
     _Few(32, 40, 48, Config(4, 1, 1, 8, 3, True, 2, True)),
     _Few(32, 40, _ANY, None),
     _Few(32, 66, _ANY, Config(4, 1, 1, 8, 3, True, 2, True)),
-    _Few(32, 87, _ANY, None),
-    _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
     _Few(_ANY, _ANY, _ANY, None),
 )
 # Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk, and take room.
 _FEW_HALVES = (  # rows of x, blocks of 64 columns
     (range(1, 9), range(41, 67), Config(1, 1, 1, 16, 2, False, 2, True)),
     (range(9, 17), range(67, 257), Config(2, 1, 1, 16, 2, True)),
-    (range(9, 17), range(257, _ANY), Config(2, 1, 1, 4, 3, True, 2, True)),
+    (range(9, 17), range(257, _ANY), Config(2, 1, 1, 8, 2, True, 2, True)),
 )
 # Elsewhere, and on Hopper for what wgmma does not serve, pairs and symmetric products: rows up to, columns from.
 _TILES = (
@@ -264,6 +270,13 @@ class Work:
     total: int  # chunks
     pieces: int
 
+    def blocks(self, multiprocessors: int) -> int:
+        """Of a launch, at most one to a multiprocessor."""
+        return max(self.pieces, min(self.whole, multiprocessors))
+
+
+WHOLE = 1 << 30
+
 
 @dataclass(frozen=True)
 class HopperConfig:
@@ -274,7 +287,7 @@ class HopperConfig:
     DEPTH: int = 128  # k per stage
     SPLITS: int = 1  # blocks of a cluster that divide K of one tile
     TEAMS: int = 1  # of consumers, which divide the k of each stage
-    least: int = 512  # k below which a tile is not cut further
+    least: int = 512  # k below which a tile is not cut further; WHOLE where none is cut
 
     @property
     def columns(self) -> int:
@@ -319,14 +332,15 @@ class HopperConfig:
             return Work(tiles, 0, 0, 0)
         total = rest * chunks
         piece = max(-(-total // blocks), min(self.least // self.DEPTH, chunks))
-        if rest == tiles and piece >= chunks:
+        if piece >= chunks:
             return Work(tiles, 0, 0, 0)
         return Work(tiles - rest, piece, total, -(-total // piece))
 
     def __str__(self) -> str:
         teams = f" in {self.TEAMS} teams" if self.TEAMS > 1 else ""
         clusters = f", clusters of {self.SPLITS} along K" if self.SPLITS > 1 else ""
-        return f"{self.BM}×{self.columns} tiles, {self.consumers} consumers{teams}, {self.DEPTH} k per stage{clusters}"
+        tiles = f"{self.BM}×{self.columns} tiles" + (", none cut" if self.least >= WHOLE else "")
+        return f"{tiles}, {self.consumers} consumers{teams}, {self.DEPTH} k per stage{clusters}"
 
 
 _HOPPER_SHARED = (227 << 10) - 1024  # of a block, less what moving its base to a multiple of 1024 may take
@@ -349,7 +363,7 @@ _HOPPER_TILES = (
     _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.145, False, 8),
     _Rated(HopperConfig(64, 2, 256), 0.255, True, 8),
     _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
-    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.222, False, 8),
+    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.205, False, 8, 1.08),
     _Rated(HopperConfig(128, 2, 128), 0.454, False, 4),
     _Rated(HopperConfig(128, 2, 256), 0.400, False, 4, 1.25),
     _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 1.1),
@@ -357,7 +371,8 @@ _HOPPER_TILES = (
 )
 _EIGHT_RUNS = 1.1  # times the step, for the parameters
 _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
-_CUT, _CLUSTER = 1.73, 0.30  # µs more where tiles are cut, where clusters divide K
+_OVERLAP = 1.2  # µs of a launch that pass on multiprocessors which the launch before has left free
+_CUT, _CLUSTER = 1.73, 0.80  # µs more where tiles are cut, where clusters divide K
 _SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece added, in a cluster
 
 
@@ -369,15 +384,16 @@ def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int, fine
 
 
 def hopper_configs(K: int, group: int, fine: bool = False) -> list[tuple[HopperConfig, float]]:
-    """Every tile for K as padded and a group size, with its µs per 64 k. Each block of a cluster has a chunk."""
+    """Every tile for K as padded and a group size, cut along K or not, with its µs per 64 k. Each block of a cluster
+    has a chunk."""
 
     def step(rated: _Rated) -> float:
         return rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1) * (rated.fine if fine else 1)
 
     return [
-        (replace(rated.tile, SPLITS=splits), step(rated))
+        (replace(rated.tile, SPLITS=splits, least=least), step(rated))
         for rated in _HOPPER_TILES
-        for splits in ((1, 4) if rated.clusters else (1,))
+        for splits, least in ((1, 512), (1, WHOLE), *(((4, 512),) if rated.clusters else ()))
         if rated.tile.runs(group) <= rated.most_runs and (splits == 1 or splits * rated.tile.DEPTH <= K)
     ]
 
@@ -386,12 +402,17 @@ def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiproce
     """µs of one product: steps of 64 k, tiles begun and written, and sums that move between blocks."""
     tiles, chunks, per_chunk = -(-M // c.BM) * -(-N // c.columns), -(-K // c.DEPTH), step * c.DEPTH / 64
     sums = c.BM * c.columns * 4 / (128 << 10)
+
+    def begin(blocks: int) -> float:
+        return _BEGIN - _OVERLAP * min(1.0, max(0.0, multiprocessors / max(1, blocks) - 1))
+
     if c.SPLITS > 1:
         rounds = -(-tiles // (multiprocessors * 10 // 11 // c.SPLITS))  # 30 clusters of four fit on an H200's 132
         moved = sums * (c.SPLITS - 1) / c.SPLITS
-        return _BEGIN + _CLUSTER + rounds * (-(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER)
+        each = -(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER
+        return begin(tiles * c.SPLITS) + _CLUSTER + rounds * each
     work = c.schedule(tiles, chunks, multiprocessors)
-    us = _BEGIN + -(-work.whole // multiprocessors) * (chunks * per_chunk + _TILE)
+    us = begin(work.blocks(multiprocessors)) + -(-work.whole // multiprocessors) * (chunks * per_chunk + _TILE)
     if work.pieces:
         added = chunks / work.piece - 1
         us += work.piece * per_chunk + _TILE + _CUT + sums * (_SUMS_CUT + added * _SUMS_PIECE)
@@ -425,4 +446,4 @@ def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True
 
 def hopper_variants() -> list[HopperConfig]:
     """Every configuration that `choose_hopper` may give."""
-    return sorted((c for c, _ in hopper_configs(1 << 30, -1)), key=str)
+    return sorted((c for c, _ in hopper_configs(1 << 30, -1) if c.least < WHOLE), key=str)

@@ -51,7 +51,7 @@ def ready(
     tiles = p.row_tiles * -(-w.Np // c.columns)
     work = c.schedule(tiles, p.chunks, sms)
     p.whole, p.piece, p.total = work.whole, work.piece, work.total
-    blocks = (tiles if c.SPLITS > 1 else max(work.pieces, min(work.whole, sms))) * c.SPLITS
+    blocks = tiles * c.SPLITS if c.SPLITS > 1 else work.blocks(sms)
     if M:
         for name, size, values, box_rows in (
             ("words", 8, w.B, c.DEPTH // 16),  # two words an element
