@@ -560,6 +560,28 @@ def test_small_groups_have_tiles_of_their_own() -> None:
         assert (whole.DECODE, halves.DECODE) == (False, decode)
 
 
+def test_few_rows_of_wide_weights_follow_the_measured_ones() -> None:
+    """The fastest of a sweep on an H200 (docs/log.md): teams need chunks to divide, multiprocessors whole rounds."""
+    for M, N, K, wanted in (
+        (1, 50304, 2048, (4, 4, 1)),
+        (16, 50304, 2048, (2, 3, 1)),
+        (1, 16384, 2048, (8, 3, 1)),
+        (16, 16384, 2048, (4, 4, 1)),
+        (1, 14336, 4096, (8, 3, 1)),
+        (16, 14336, 4096, (8, 3, 1)),
+        (1, 28672, 4096, (4, 4, 1)),
+        (16, 28672, 4096, (4, 4, 2)),
+        (1, 28672, 8192, (8, 4, 2)),
+        (16, 28672, 8192, (4, 4, 2)),
+        (16, 12672, 8192, (4, 4, 2)),
+        (16, 14336, 8192, (16, 2, 1)),
+        (1, 57344, 8192, (4, 4, 1)),
+    ):
+        c = choose(M, N, K, HOPPER)
+        assert (c.WK, c.STAGES, c.splits) == wanted, (M, N, K)
+    assert (choose(16, 28672, 8192, HOPPER, halves=True).WK, choose(16, 28672, 8192, HOPPER).WK) == (8, 4)
+
+
 def test_only_tiles_beyond_full_rounds_are_cut() -> None:
     c = Config(1, 1, 1, 4, 4, False, splits=2)
     assert [c.whole(tiles, 132) for tiles in (1, 131, 132, 133, 448)] == [0, 0, 132, 132, 396]
@@ -648,6 +670,10 @@ def test_hopper_choices_follow_the_measured_ones() -> None:
         assert choose_hopper(256, 8192, 8192, 128, 132, fine).BM == rows
         chosen = plan(problem(256, dtype, N=8192, K=8192, coarse=coarse), HOPPER)
         assert chosen.config.startswith(f"{rows}×128 tiles")
+    assert [str(choose_hopper(1024, 2048, 2048, 128, 132, fine)).split(" k per")[0] for fine in (False, True)] == [
+        "128×128 tiles, 2 consumers, 256",
+        "128×128 tiles, 2 consumers, 128",
+    ]
 
 
 @pytest.mark.parametrize("G", [1, 8, 16, 24, 48])

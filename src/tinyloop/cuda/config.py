@@ -363,10 +363,10 @@ _HOPPER_TILES = (
     _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.145, False, 8),
     _Rated(HopperConfig(64, 2, 256), 0.255, True, 8),
     _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
-    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.205, False, 8, 1.08),
-    _Rated(HopperConfig(128, 2, 128), 0.454, False, 4),
+    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.205, False, 8),
+    _Rated(HopperConfig(128, 2, 128), 0.454, False, 4, 0.9),
     _Rated(HopperConfig(128, 2, 256), 0.400, False, 4, 1.25),
-    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 1.1),
+    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 1.05),
     _Rated(HopperConfig(256, 2, 128), 0.730, False, 4),
 )
 _EIGHT_RUNS = 1.1  # times the step, for the parameters
