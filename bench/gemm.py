@@ -158,10 +158,10 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
     m, on = w.marlin(), dispatch.chip(x.device)
     if kernel == "hopper":
         sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
-        return [
-            (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
-            for c, step in config.hopper_configs(m.Kp, m.group_size, x.dtype == torch.bfloat16 and not m.coarse)
-        ]
+        every = config.hopper_configs(m.Kp, m.group_size, x.dtype == torch.bfloat16 and not m.coarse)
+        rated = [(c, config.hopper_cost(c, step, *sizes)) for c, step in every]
+        once = {(dataclasses.replace(c, least=0), us): c for c, us in reversed(rated)}  # where there is nothing to cut
+        return [(c, us, lambda p, c=c: hopper.product(x, p.marlin(), config=c)) for (_, us), c in once.items()]
     chosen = config.choose(x.shape[0], m.Np, m.Kp, on, halves=config.in_halves(m.group_size))
     cut = {
         dataclasses.replace(tile, splits=splits, cluster=cluster and splits > 1)
