@@ -159,9 +159,11 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
     if kernel == "hopper":
         sizes = x.shape[0], m.Np, m.Kp, on.multiprocessors
         every = config.hopper_configs(m.Kp, m.group_size, x.dtype == torch.bfloat16 and not m.coarse)
-        rated = [(c, config.hopper_cost(c, step, *sizes)) for c, step in every]
-        once = {(dataclasses.replace(c, least=0), us): c for c, us in reversed(rated)}  # where there is nothing to cut
-        return [(c, us, lambda p, c=c: hopper.product(x, p.marlin(), config=c)) for (_, us), c in once.items()]
+        once = {(dataclasses.replace(c, least=0), c.work(*sizes)): (c, step) for c, step in reversed(every)}
+        return [
+            (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
+            for c, step in once.values()
+        ]
     chosen = config.choose(x.shape[0], m.Np, m.Kp, on, halves=config.in_halves(m.group_size))
     cut = {
         dataclasses.replace(tile, splits=splits, cluster=cluster and splits > 1)

@@ -26,7 +26,7 @@ from tests.parity.cuda_cases import (
 import tinyloop as tl
 from tinyloop import ops
 from tinyloop.cuda import gemm, hopper, launch, paths, run
-from tinyloop.cuda.config import Config, HopperConfig, choose, hopper_variants, variants
+from tinyloop.cuda.config import WHOLE, Config, HopperConfig, choose, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.errors import InputError
 from tinyloop.marlin import MarlinWeight
@@ -265,7 +265,7 @@ def test_ker08_a_row_alone_and_among_others() -> None:
         products.append(lambda x, m, c=c: gemm.product(x, m, config=c))  # type: ignore[misc]
     if torch.cuda.get_device_capability() == HOPPER:
         for tile in hopper_variants():
-            whole = replace(tile, least=1 << 20)
+            whole = replace(tile, least=WHOLE)
             products.append(lambda x, m, whole=whole: hopper.product(x, m, config=whole))  # type: ignore[misc]
     for product in products:
         alone = torch.cat([product(x[r : r + 1], m) for r in range(257)])

@@ -19,7 +19,7 @@ import tinyloop as tl
 from helpers import random_quant_weight
 from tinyloop import devices, dispatch, ops, torch_op
 from tinyloop.cuda import gemm, hopper, launch, ready, run
-from tinyloop.cuda.config import KINDS, Chip, Config, choose, choose_hopper
+from tinyloop.cuda.config import KINDS, WHOLE, Chip, Config, HopperConfig, choose, choose_hopper
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import PackedWeight
 from tinyloop.weight import DenseWeight, QuantWeight
@@ -239,6 +239,33 @@ def test_idx05_scratch_is_counted_in_python(monkeypatch: pytest.MonkeyPatch) -> 
     assert (p.whole, p.splits, p.lead, blocks, asked[-1]) == (0, 2, 11, 66, (33 * 2 * 64 * 256, 33))
 
 
+@pytest.mark.parametrize(
+    ("tile", "blocks", "floats"),
+    [
+        (HopperConfig(64, 2, 256, least=1), 104, 104 * 64 * 128),  # 13 tiles of eight chunks, a piece for each
+        (HopperConfig(64, 2, 256, least=1024), 26, 26 * 64 * 128),
+        (HopperConfig(64, 2, 256, least=WHOLE), 13, 0),
+        (HopperConfig(64, 2, 256, SPLITS=4), 52, 0),
+    ],
+    ids=str,
+)
+def test_what_a_hopper_tile_launches(
+    tile: HopperConfig, blocks: int, floats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grid and the scratch of its pieces, and what the kernel is told of them."""
+    monkeypatch.setattr(hopper, "_launcher", lambda *of: None)
+    monkeypatch.setattr(hopper, "chip", lambda device: Chip("h", (9, 0), 132, 227 << 10, 1 << 34))
+    monkeypatch.setattr(hopper, "_put", lambda *of, **how: None)
+    N, K = 1664, 2048
+    parts = ((K // 16, 2 * N), torch.int32), ((16, N), torch.float16), ((16, N), torch.float32)
+    w = MarlinWeight(*(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parts), K, N, 128)
+    made = hopper.ready(64, torch.float16, w, config=tile)._launch
+    assert (made.blocks, made.floats, made.counters) == (blocks, floats, 132 * tile.consumers)
+    p = made.arguments.p
+    assert (p.chunks, p.whole, p.total) == ((8, 0, 13 * 8) if floats else (8, 13, 0))
+    assert not floats or p.piece * blocks == p.total
+
+
 def test_perf03_scratch_is_small_whatever_the_problem() -> None:
     """Sums of slices or pieces exist for about as many tiles as a chip has multiprocessors, and no more."""
     rows = (1, 8, 16, 33, 64, 65, 128, 129, 257, 4096, 1 << 20)
@@ -250,5 +277,5 @@ def test_perf03_scratch_is_small_whatever_the_problem() -> None:
                 cut = tiles - c.whole(tiles, on.multiprocessors)
                 assert cut * c.splits * c.rows * c.columns * 4 < 32 << 20
         tile = choose_hopper(M, N, K, 128, 132)
-        work = tile.schedule(-(-M // tile.BM) * -(-N // tile.columns), -(-K // tile.DEPTH), 132)
+        work = tile.work(M, N, K, 132)
         assert work.pieces * tile.BM * tile.columns * 4 < 32 << 20

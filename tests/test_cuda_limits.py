@@ -34,7 +34,7 @@ from tests.parity.cuda_cases import (
 
 import tinyloop as tl
 from tinyloop.cuda import gemm, hopper, launch, paths, ready, run
-from tinyloop.cuda.config import Config, HopperConfig, hopper_variants, variants
+from tinyloop.cuda.config import WHOLE, Config, HopperConfig, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.marlin import MarlinWeight
 from tinyloop.pack import PackedWeight, pack
@@ -104,7 +104,7 @@ def test_ker02_every_tile_keeps_to_its_memory(config: Config, canaries: Canaries
 @pytest.mark.parametrize("config", hopper_variants(), ids=str)
 def test_ker02_every_hopper_tile_keeps_to_its_memory(config: HopperConfig, canaries: Canaries) -> None:
     """Tiles cut along K as finely as there are blocks for, unless clusters divide it; and whole."""
-    for least, cut in ((1, config.SPLITS == 1), (1 << 20, False)):
+    for least, cut in ((1, config.SPLITS == 1), (WHOLE, False)):
         dealt = replace(config, least=least)
         check_tile(functools.partial(hopper.product, config=dealt), canaries, cut)
 
@@ -389,7 +389,7 @@ def test_hopper_tiles_repeat_beside_other_processes(config: HopperConfig, busy: 
     with three consumers gave other results in one of some hundred launches (docs/log.md)."""
     w, m = case(4096 * config.SPLITS, 1000, 128)
     x = activations(130, m.K, 0.0, torch.float16)
-    for least in (1 << 20, 1):
+    for least in (WHOLE, 1):
         dealt = replace(config, least=least)
         first = hopper.product(x, m, config=dealt)
         check(w, x, first)

@@ -20,7 +20,7 @@ import torch
 import tinyloop as tl
 from helpers import random_quant_weight, with_random_channel
 from tinyloop import dispatch, marlin, ops
-from tinyloop.cuda import build, launch
+from tinyloop.cuda import build, hopper, launch
 from tinyloop.cuda.config import (
     _BARRIERS,
     CHUNK,
@@ -84,10 +84,8 @@ CHOSEN = {
     "the head": (problem(1, N=50257), AMPERE, "tensor_core"),
     "most rows": (problem(DENSE), AMPERE, "tensor_core"),
     "one row more": (problem(DENSE + 1), AMPERE, "unpack_dense"),
-    "Hopper, few rows": (problem(16), HOPPER, "tensor_core"),
-    "Hopper, one row more": (problem(17), HOPPER, "hopper"),
-    "Hopper, few rows of a small weight": (problem(32, N=2048), HOPPER, "tensor_core"),
-    "Hopper, one row more of the small one": (problem(33, N=2048), HOPPER, "hopper"),
+    "Hopper, few rows": (problem(32), HOPPER, "tensor_core"),
+    "Hopper, one row more": (problem(33), HOPPER, "hopper"),
     "Hopper, few rows of a large weight": (problem(16, K=8192, N=8192), HOPPER, "tensor_core"),
     "Hopper, one row more of it": (problem(17, K=8192, N=8192), HOPPER, "hopper"),
     "Hopper, most rows": (problem(DENSE_HOPPER), HOPPER, "hopper"),
@@ -490,8 +488,8 @@ def test_explain_shows_tiles_and_refusals(gpu: Any) -> None:
 # ---- configurations ---------------------------------------------------------------------------------------------
 
 
-PADDED = [(M, N, K) for M in (0, 1, 7, *ROWS[3:]) for N in (64, 128, 2048, 4096, 16384, 50304, 1 << 20)
-          for K in (128, 256, 2048, 8192, 28672)]  # fmt: skip
+PADDED = [(M, N, K) for M in (0, 1, 7, *ROWS[3:]) for N in (64, 128, 2048, 4096, 12672, 16384, 28672, 50304, 1 << 20)
+          for K in (128, 256, 2048, 4096, 8192, 28672)]  # fmt: skip
 
 
 def shares(config: Config, chunks: int) -> list[tuple[int, int]]:
@@ -576,6 +574,7 @@ def test_few_rows_of_wide_weights_follow_the_measured_ones() -> None:
         (16, 12672, 8192, (4, 4, 2)),
         (16, 14336, 8192, (16, 2, 1)),
         (1, 57344, 8192, (4, 4, 1)),
+        (1, 12672, 8192, (8, 4, 2)),
     ):
         c = choose(M, N, K, HOPPER)
         assert (c.WK, c.STAGES, c.splits) == wanted, (M, N, K)
@@ -645,8 +644,8 @@ def test_hopper_configurations(group: int, scale32: bool) -> None:
 def test_hopper_choices() -> None:
     """Those that are compiled; no block of a cluster without a chunk."""
     for M, N, K in PADDED:
-        for group in (-1, 32, 64, 96, 128, 256):
-            c = choose_hopper(M, N, K, group, 132)
+        for group, sms, fine in itertools.product((-1, 32, 96, 128), (78, 114, 132), (False, True)):
+            c = choose_hopper(M, N, K, group, sms, fine)
             assert dataclasses.replace(c, least=HopperConfig.least) in hopper_variants()
             assert c.SPLITS == 1 or c.SPLITS * c.DEPTH <= K
 
@@ -725,13 +724,14 @@ def place_of(work: Work, chunks: int, tile: int) -> tuple[int, int]:
 
 
 def test_hopper_tiles_that_are_not_cut() -> None:
-    """All are whole; and it is no tile of its own, which would be compiled."""
+    """All are whole; and it is no tile of its own, which would be compiled: the kernel is the same."""
     plain = next(c for c in hopper_variants() if c.SPLITS == 1)
     for tiles, chunks in itertools.product((1, 96, 131, 132, 133, 200), (2, 8, 448)):
         assert dataclasses.replace(plain, least=WHOLE).schedule(tiles, chunks, 132) == Work(tiles, 0, 0, 0)
     tiles = [c for c, _ in hopper_configs(8192, 128)]
     assert {c.least for c in tiles} == {HopperConfig.least, WHOLE}
     assert {dataclasses.replace(c, least=HopperConfig.least) for c in tiles} == {*hopper_variants()}
+    assert hopper.defines(dataclasses.replace(plain, least=WHOLE), 1) == hopper.defines(plain, 1)
 
 
 def test_hopper_cost_falls_with_multiprocessors_left_free() -> None:
@@ -740,6 +740,16 @@ def test_hopper_cost_falls_with_multiprocessors_left_free() -> None:
     one, half, most, all_ = (hopper_cost(tile, 0.1, 64, 64 * tiles, 2048, 132) for tiles in (1, 66, 99, 132))
     assert one == half < most < all_
     assert hopper_cost(tile, 0.1, 64, 64 * 133, 2048, 132) > all_ + 3  # a round more
+    clusters = HopperConfig(64, 2, 256, SPLITS=4)
+    few, many = (hopper_cost(clusters, 0.1, 64, 128 * tiles, 2048, 132) for tiles in (16, 30))
+    assert few + 1 < many
+
+
+def test_clusters_divide_narrow_weights() -> None:
+    """Whose tiles are fewer than a quarter of the multiprocessors."""
+    for M, N, K in ((64, 1024, 4096), (32, 2048, 4096), (17, 1024, 2048)):
+        assert choose_hopper(M, N, K, 128, 132).SPLITS == 4
+        assert choose_hopper(M, 8 * N, K, 128, 132).SPLITS == 1
 
 
 def random_work() -> Iterator[tuple[int, int, int, int]]:  # tiles, chunks, multiprocessors, least

@@ -122,6 +122,8 @@ _FEW = (
     _Few(32, 40, 48, Config(4, 1, 1, 8, 3, True, 2, True)),
     _Few(32, 40, _ANY, None),
     _Few(32, 66, _ANY, Config(4, 1, 1, 8, 3, True, 2, True)),
+    _Few(32, 87, _ANY, None),
+    _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
     _Few(_ANY, _ANY, _ANY, None),
 )
 # Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk, and take room.
@@ -275,7 +277,7 @@ class Work:
         return max(self.pieces, min(self.whole, multiprocessors))
 
 
-WHOLE = 1 << 30
+WHOLE = 1 << 30  # more k than a weight has
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ class HopperConfig:
     DEPTH: int = 128  # k per stage
     SPLITS: int = 1  # blocks of a cluster that divide K of one tile
     TEAMS: int = 1  # of consumers, which divide the k of each stage
-    least: int = 512  # k below which a tile is not cut further; WHOLE where none is cut
+    least: int = 512  # k below which a tile is not cut further; WHOLE where none is, nor would all be
 
     @property
     def columns(self) -> int:
@@ -326,7 +328,8 @@ class HopperConfig:
         return of_x * x + of_words * words + rest
 
     def schedule(self, tiles: int, chunks: int, blocks: int) -> Work:
-        """Whole tiles while they fill every block; what remains is cut evenly, unless that would save little."""
+        """Whole tiles while they fill every block; what remains is cut evenly, unless that would save little or a piece
+        would be a whole tile."""
         rest = tiles % blocks
         if self.SPLITS > 1 or rest == 0 or rest > blocks * 7 // 8:
             return Work(tiles, 0, 0, 0)
@@ -335,6 +338,10 @@ class HopperConfig:
         if piece >= chunks:
             return Work(tiles, 0, 0, 0)
         return Work(tiles - rest, piece, total, -(-total // piece))
+
+    def work(self, M: int, N: int, K: int, blocks: int) -> Work:
+        """The schedule of M rows, N and K as padded."""
+        return self.schedule(-(-M // self.BM) * -(-N // self.columns), -(-K // self.DEPTH), blocks)
 
     def __str__(self) -> str:
         teams = f" in {self.TEAMS} teams" if self.TEAMS > 1 else ""
@@ -352,7 +359,7 @@ class _Rated(NamedTuple):
     step: float  # µs that a block takes for 64 k of it
     clusters: bool  # whether clusters of four may divide its K
     most_runs: int  # of parameters per stage, beyond which registers or shared memory are short
-    fine: float = 1.0  # times the step where bf16 takes two parts of a scale: decoding may take longer than its `wgmma`
+    fine: float = 1.0  # times the step where bf16 takes two parts of a scale; fitted to the choices it leads to
 
 
 # Measured on an H200, as the constants below are (docs/log.md).
@@ -371,7 +378,9 @@ _HOPPER_TILES = (
 )
 _EIGHT_RUNS = 1.1  # times the step, for the parameters
 _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
-_OVERLAP = 1.2  # µs of a launch that pass on multiprocessors which the launch before has left free
+# µs of a launch that pass on multiprocessors which the launch before has left free. Where another kind of kernel comes
+# next they do not, and what is chosen for them costs 0.2 to 1 µs too much at the worst.
+_OVERLAP = 1.2
 _CUT, _CLUSTER = 1.73, 0.80  # µs more where tiles are cut, where clusters divide K
 _SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece added, in a cluster
 
@@ -411,7 +420,7 @@ def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiproce
         moved = sums * (c.SPLITS - 1) / c.SPLITS
         each = -(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER
         return begin(tiles * c.SPLITS) + _CLUSTER + rounds * each
-    work = c.schedule(tiles, chunks, multiprocessors)
+    work = c.work(M, N, K, multiprocessors)
     us = begin(work.blocks(multiprocessors)) + -(-work.whole // multiprocessors) * (chunks * per_chunk + _TILE)
     if work.pieces:
         added = chunks / work.piece - 1

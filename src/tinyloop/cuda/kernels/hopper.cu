@@ -19,11 +19,11 @@
 // it. Consumers divide the columns of a tile; two TEAMS of them divide the k of each stage as well, for narrow tiles, of
 // which there are more to fill the chip.
 //
-// Work, in one of two ways. The grid is one block per multiprocessor: `whole` tiles are dealt out in rounds, one to each
-// block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per block.
-// Blocks that hold a later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds them in
-// the order of k. Or each tile has a cluster of SPLITS blocks, which divide K; each gets a part of the rows from all of
-// them into its shared memory, and nothing goes through global memory. Repeats are bitwise equal either way.
+// Work, in one of three ways. The grid is one block per multiprocessor at most: `whole` tiles are dealt out in rounds, one
+// to each block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per
+// block. Blocks that hold a later piece of a tile leave fp32 sums in global memory, and the one that holds its first adds
+// them in the order of k. Or all tiles are whole. Or each has a cluster of SPLITS blocks, which divide K; each gets a part
+// of the rows from all of them into its shared memory, and nothing goes through global memory. Repeats are bitwise equal.
 
 #ifndef BM
 #define BM 256   // rows of x per tile: 32, 64, 128 or 256
