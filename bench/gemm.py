@@ -268,14 +268,21 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def chart(source: str, target: str) -> None:
+def result(path: str) -> dict[str, Any]:
+    """The last line of an earlier run. Raises OSError and ValueError."""
+    with open(path, encoding="utf-8") as f:
+        found = json.loads((f.read().strip().splitlines() or [""])[-1])
+    if not isinstance(found, dict) or not all("ratio" in r for r in found.get("rows", [{}])):
+        raise ValueError("no ratios in it")
+    return found
+
+
+def chart(found: dict[str, Any], target: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with open(source, encoding="utf-8") as f:
-        found = json.loads(f.read().strip().splitlines()[-1])
     figure, axes = plt.subplots(figsize=(9, 4.5))
     for K, N in dict.fromkeys((r["K"], r["N"]) for r in found["rows"]):
         of_shape = [r for r in found["rows"] if (r["K"], r["N"]) == (K, N)]
@@ -321,7 +328,15 @@ def main() -> None:
     parser.add_argument("--chart", nargs=2, metavar=("RESULT", "PNG"), help="draw an earlier run's last line")
     options = parser.parse_args()
     if options.chart:
-        chart(*options.chart)
+        source, target = options.chart
+        try:
+            found = result(source)
+        except (OSError, ValueError) as e:
+            parser.error(f"argument --chart: {source} is no result of this bench ({e}); give a file with its output")
+        try:
+            chart(found, target)
+        except (OSError, ValueError) as e:
+            parser.error(f"argument --chart: {target} cannot be drawn ({e}); give the path of a .png")
         return
     cuda = torch.cuda.is_available()
     if options.pair and not cuda:
