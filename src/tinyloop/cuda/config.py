@@ -392,19 +392,20 @@ def choose_hopper(M: int, N: int, K: int, group: int, multiprocessors: int, fine
     return min(hopper_configs(K, group, fine), key=lambda c: hopper_cost(c[0], c[1], M, N, K, multiprocessors))[0]
 
 
-def hopper_configs(K: int, group: int, fine: bool = False) -> list[tuple[HopperConfig, float]]:
+@functools.lru_cache(maxsize=1 << 8)
+def hopper_configs(K: int, group: int, fine: bool = False) -> tuple[tuple[HopperConfig, float], ...]:
     """Every tile for K as padded and a group size, cut along K or not, with its µs per 64 k. Each block of a cluster
     has a chunk."""
 
     def step(rated: _Rated) -> float:
         return rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1) * (rated.fine if fine else 1)
 
-    return [
+    return tuple(
         (replace(rated.tile, SPLITS=splits, least=least), step(rated))
         for rated in _HOPPER_TILES
         for splits, least in ((1, 512), (1, WHOLE), *(((4, 512),) if rated.clusters else ()))
         if rated.tile.runs(group) <= rated.most_runs and (splits == 1 or splits * rated.tile.DEPTH <= K)
-    ]
+    )
 
 
 def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiprocessors: int) -> float:
