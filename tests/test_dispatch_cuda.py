@@ -644,7 +644,9 @@ def test_hopper_configurations(group: int, scale32: bool) -> None:
 def test_hopper_choices() -> None:
     """Those that are compiled; no block of a cluster without a chunk."""
     for M, N, K in PADDED:
-        for group, sms, fine in itertools.product((-1, 32, 128), (78, 132), (False, True)):
+        for group, (sms, fine) in itertools.product(
+            (-1, 32, 64, 96, 128, 256), ((132, False), (132, True), (78, False))
+        ):
             c = choose_hopper(M, N, K, group, sms, fine)
             assert dataclasses.replace(c, least=HopperConfig.least) in hopper_variants()
             assert c.SPLITS == 1 or c.SPLITS * c.DEPTH <= K

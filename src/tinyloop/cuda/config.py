@@ -289,7 +289,7 @@ class HopperConfig:
     DEPTH: int = 128  # k per stage
     SPLITS: int = 1  # blocks of a cluster that divide K of one tile
     TEAMS: int = 1  # of consumers, which divide the k of each stage
-    least: int = 512  # k below which a tile is not cut further; WHOLE where none is, nor would all be
+    least: int = 512  # k below which a tile is not cut further; WHOLE: none is cut
 
     @property
     def columns(self) -> int:
@@ -421,7 +421,7 @@ def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiproce
         moved = sums * (c.SPLITS - 1) / c.SPLITS
         each = -(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER
         return begin(tiles * c.SPLITS) + _CLUSTER + rounds * each
-    work = c.work(M, N, K, multiprocessors)
+    work = c.schedule(tiles, chunks, multiprocessors)
     us = begin(work.blocks(multiprocessors)) + -(-work.whole // multiprocessors) * (chunks * per_chunk + _TILE)
     if work.pieces:
         added = chunks / work.piece - 1

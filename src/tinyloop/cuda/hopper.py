@@ -48,10 +48,9 @@ def ready(
     p.runs_per_group = (1 << 30) if column else w.group_size * runs // c.DEPTH
     p.runs_per_box = runs if p.runs_per_group == 1 else 1
     p.row_tiles, p.box_rows = -(-M // c.BM), min(c.BM, -(-M // 8) * 8)
-    tiles = p.row_tiles * -(-w.Np // c.columns)
-    work = c.schedule(tiles, p.chunks, sms)
+    work = c.work(M, w.Np, w.Kp, sms)
     p.whole, p.piece, p.total = work.whole, work.piece, work.total
-    blocks = tiles * c.SPLITS if c.SPLITS > 1 else work.blocks(sms)
+    blocks = work.whole * c.SPLITS if c.SPLITS > 1 else work.blocks(sms)
     if M:
         for name, size, values, box_rows in (
             ("words", 8, w.B, c.DEPTH // 16),  # two words an element
