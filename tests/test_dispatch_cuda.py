@@ -752,6 +752,8 @@ def test_clusters_divide_narrow_weights() -> None:
     for M, N, K in ((64, 1024, 4096), (32, 2048, 4096), (17, 1024, 2048)):
         assert choose_hopper(M, N, K, 128, 132).SPLITS == 4
         assert choose_hopper(M, 8 * N, K, 128, 132).SPLITS == 1
+    for N, K in ((512, 1024), (1536, 1024), (512, 2048)):  # three eighths at most of them: one µs less
+        assert choose_hopper(32, N, K, 128, 132).SPLITS == 4
 
 
 def random_work() -> Iterator[tuple[int, int, int, int]]:  # tiles, chunks, multiprocessors, least

@@ -364,17 +364,17 @@ class _Rated(NamedTuple):
 
 # Measured on an H200, as the constants below are (docs/log.md).
 _HOPPER_TILES = (
-    _Rated(HopperConfig(32, 1, 256, TEAMS=2), 0.115, False, 8),
-    _Rated(HopperConfig(32, 2, 256), 0.210, True, 8),
+    _Rated(HopperConfig(32, 1, 256, TEAMS=2), 0.109, False, 8),
+    _Rated(HopperConfig(32, 2, 256), 0.198, True, 8),
     _Rated(HopperConfig(32, 4, 128), 0.387, False, 1),
     _Rated(HopperConfig(64, 1, 256, TEAMS=2), 0.145, False, 8),
     _Rated(HopperConfig(64, 2, 256), 0.255, True, 8),
-    _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.256, False, 4),
-    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.205, False, 8),
+    _Rated(HopperConfig(128, 1, 128, TEAMS=2), 0.252, False, 4),
+    _Rated(HopperConfig(128, 1, 256, TEAMS=2), 0.207, False, 8),
     _Rated(HopperConfig(128, 2, 128), 0.454, False, 4, 0.9),
-    _Rated(HopperConfig(128, 2, 256), 0.400, False, 4, 1.25),
-    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 1.05),
-    _Rated(HopperConfig(256, 2, 128), 0.730, False, 4),
+    _Rated(HopperConfig(128, 2, 256), 0.381, False, 4, 1.18),
+    _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 0.98),
+    _Rated(HopperConfig(256, 2, 128), 0.701, False, 4),
 )
 _EIGHT_RUNS = 1.1  # times the step, for the parameters
 _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
@@ -382,6 +382,7 @@ _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
 # next they do not, and what is chosen for them costs 0.2 to 1 µs too much at the worst.
 _OVERLAP = 1.2
 _CUT, _CLUSTER = 1.73, 0.80  # µs more where tiles are cut, where clusters divide K
+_FEW_CLUSTERS = 1.0  # µs less where clusters have three eighths of the multiprocessors or less
 _SUMS_CUT, _SUMS_PIECE, _SUMS_CLUSTER = 2.11, 1.42, 6.05  # µs per 128 KB of sums: once, per piece added, in a cluster
 
 
@@ -420,7 +421,8 @@ def hopper_cost(c: HopperConfig, step: float, M: int, N: int, K: int, multiproce
         rounds = -(-tiles // (multiprocessors * 10 // 11 // c.SPLITS))  # 30 clusters of four fit on an H200's 132
         moved = sums * (c.SPLITS - 1) / c.SPLITS
         each = -(-chunks // c.SPLITS) * per_chunk + _TILE + moved * _SUMS_CLUSTER
-        return begin(tiles * c.SPLITS) + _CLUSTER + rounds * each
+        few = _FEW_CLUSTERS if tiles * c.SPLITS <= multiprocessors * 3 // 8 else 0.0
+        return begin(tiles * c.SPLITS) + _CLUSTER - few + rounds * each
     work = c.schedule(tiles, chunks, multiprocessors)
     us = begin(work.blocks(multiprocessors)) + -(-work.whole // multiprocessors) * (chunks * per_chunk + _TILE)
     if work.pieces:

@@ -46,6 +46,7 @@ constexpr int SCALES = W_BYTES, DELTAS = SCALES + RUNS * CW * SCALE_BYTES;  // w
 constexpr int COLUMNS = DELTAS + RUNS * CW * DELTA_BYTES, COLUMNS_BYTES = CW * 512;  // ready parameters; of a run
 constexpr int W_STAGE_BYTES = COLUMNS + RUNS * COLUMNS_BYTES;
 constexpr int OUT_STRIDE = 64 + 8;  // of a consumer's tile on its way out; the 8 against bank conflicts
+constexpr bool TURNS = CONSUMERS == 2 && !(BM == 128 && CW == 2 && RUNS == 4);  // two alternate, unless registers are short
 constexpr bool SPREAD = BM <= 64 || (BM == 128 && DEPTH == 256 && (CW > 1 || RUNS > 2));  // words, over the banks
 constexpr int ACC = BM / 2, QUADS = ACC / 4;  // registers of sums, four at a time
 constexpr int PARTS = SPLITS * TEAMS, ROWS = BM / PARTS, OWN_QUADS = QUADS / PARTS;  // of K; of a tile that each part writes
@@ -369,6 +370,15 @@ struct Consumer {
     DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(team * CW + consumer + 1) : "memory"); }
     DEVICE void sync_all() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMERS + 1), "n"(CONSUMER_THREADS) : "memory"); }
 
+    // One of two consumers decodes while the other's wgmma are issued, which takes as long as they run. Barriers 6 and 7.
+    DEVICE void take_turn() const {
+        if (TURNS) asm volatile("{ .reg .u32 own;\nadd.u32 own, %0, 6;\nbar.sync own, 256; }" ::"r"(team + consumer) : "memory");
+    }
+
+    DEVICE void give_turn() const {
+        if (TURNS) asm volatile("{ .reg .u32 other;\nsub.u32 other, 7, %0;\nbar.arrive other, 256; }" ::"r"(team + consumer) : "memory");
+    }
+
     // Words of the next chunk, and its columns' scale and δ, unless its group has begun before.
     DEVICE void read_chunk(u32 (&word)[STEPS]) {
         barrier_wait(ready(words, memory), words.parity);
@@ -407,17 +417,18 @@ struct Consumer {
     // it returns: W of the next chunk in `next`, words of the one after on their way to `word`.
     DEVICE void step(float (&acc)[ACC], u32 (&now)[STEPS][4], u32 (&next)[STEPS][4], u32 (&word)[STEPS], int left) {
         barrier_wait(rows.full(memory), rows.parity);
+        take_turn();
         wgmma_fence();
         const int first = team * STEPS;
         const u64 x = x_descriptor(memory + rows.slot * X_BYTES + first / 4 * X_BOX + first % 4 * 32);
 #pragma unroll
         for (int s = 0; s < STEPS; s++) wgmma(acc, now[s], x + s / 4 * (X_BOX >> 4) + s % 4 * 2);
         wgmma_commit();
-        if (left > 1) decode(next, word);
+        give_turn();
+        if (left > 1) decode(next, word), give_words_back();
         wgmma_wait();
         if (lane == 0) barrier_arrive(rows.empty(memory));
         rows.advance();
-        if (left > 1) give_words_back();
         if (left > 2) read_chunk(word);
     }
 
@@ -580,6 +591,8 @@ struct Consumer {
     }
 
     DEVICE void run() {
+        const bool first = team + consumer == 0;
+        if (!first) give_turn();
         Item item;
         for (Schedule schedule(p); schedule.next(item);) {
             float acc[ACC];
@@ -593,6 +606,7 @@ struct Consumer {
             place(p, item.tile, row_tile, column_tile);
             write(acc, first_row(p, row_tile) + part() * ROWS, row_tile * BM, column_tile * BN);
         }
+        if (first) take_turn();  // the last one given, so that no barrier is left half full
     }
 };
 
