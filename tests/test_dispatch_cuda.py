@@ -36,6 +36,7 @@ from tinyloop.cuda.config import (
     hopper_cost,
     hopper_variants,
     variants,
+    wgmma_is_faster,
 )  # fmt: skip
 from tinyloop.dispatch import Plan, Problem, plan
 from tinyloop.dispatch_cuda import CUDA_KERNELS, INT4_KERNELS, NATIVE_ROWS, dense_rows, padded
@@ -545,7 +546,7 @@ def test_what_wgmma_does_not_serve_is_cut_too() -> None:
 
 def test_small_groups_leave_clusters_room_beside_others() -> None:
     """Two blocks a multiprocessor, where parameters of groups of 32 would leave room for one."""
-    for N, K in ((6144, 2048), (28672, 8192)):
+    for N, K in ((8960, 4096), (28672, 8192)):
         whole, halves = (choose(1, N, K, HOPPER, halves=halves) for halves in (False, True))
         assert (whole.STAGES, halves.STAGES) == (4, 3)
         assert 2 * halves.shared_memory(halves=True) < HOPPER.shared_memory < 2 * whole.shared_memory(halves=True)
@@ -561,24 +562,56 @@ def test_small_groups_have_tiles_of_their_own() -> None:
 def test_few_rows_of_wide_weights_follow_the_measured_ones() -> None:
     """The fastest of a sweep on an H200 (docs/log.md): teams need chunks to divide, multiprocessors whole rounds."""
     for M, N, K, wanted in (
-        (1, 50304, 2048, (4, 4, 1)),
-        (16, 50304, 2048, (2, 3, 1)),
-        (1, 16384, 2048, (8, 3, 1)),
-        (16, 16384, 2048, (4, 4, 1)),
-        (1, 14336, 4096, (8, 3, 1)),
-        (16, 14336, 4096, (8, 3, 1)),
-        (1, 28672, 4096, (4, 4, 1)),
-        (16, 28672, 4096, (4, 4, 2)),
-        (1, 28672, 8192, (8, 4, 2)),
-        (16, 28672, 8192, (4, 4, 2)),
-        (16, 12672, 8192, (4, 4, 2)),
-        (16, 14336, 8192, (16, 2, 1)),
-        (1, 57344, 8192, (4, 4, 1)),
-        (1, 12672, 8192, (8, 4, 2)),
+        (1, 50304, 2048, (1, 4, 4, 1)),
+        (16, 50304, 2048, (1, 2, 3, 1)),
+        (1, 16384, 2048, (1, 8, 3, 1)),
+        (16, 16384, 2048, (2, 8, 2, 1)),
+        (1, 14336, 4096, (1, 8, 3, 1)),
+        (16, 14336, 4096, (2, 8, 2, 1)),
+        (16, 11008, 4096, (1, 4, 5, 2)),
+        (1, 18944, 4096, (1, 4, 4, 2)),
+        (16, 18944, 2048, (1, 4, 4, 1)),
+        (16, 28672, 2048, (2, 4, 3, 1)),
+        (1, 28672, 4096, (1, 4, 4, 1)),
+        (16, 28672, 4096, (1, 4, 4, 2)),
+        (1, 28672, 8192, (1, 8, 4, 2)),
+        (16, 28672, 8192, (1, 4, 4, 2)),
+        (16, 12672, 8192, (1, 4, 5, 2)),
+        (16, 14336, 8192, (2, 8, 2, 1)),
+        (16, 32000, 4096, (2, 4, 3, 1)),
+        (1, 57344, 8192, (1, 4, 4, 1)),
+        (1, 12672, 8192, (1, 8, 4, 2)),
+        (1, 128256, 4096, (2, 2, 4, 1)),
+        (16, 128256, 4096, (2, 4, 3, 1)),
+        (16, 40960, 2048, (1, 4, 4, 2)),
     ):
         c = choose(M, N, K, HOPPER)
-        assert (c.WK, c.STAGES, c.splits) == wanted, (M, N, K)
+        assert (c.WN, c.WK, c.STAGES, c.splits) == wanted, (M, N, K)
     assert (choose(16, 28672, 8192, HOPPER, halves=True).WK, choose(16, 28672, 8192, HOPPER).WK) == (8, 4)
+
+
+def test_small_groups_of_wide_weights_follow_the_measured_ones() -> None:
+    for M, N, K, wanted in (
+        (16, 10240, 4096, (1, 8, 2, 2)),
+        (16, 10240, 8192, (1, 16, 2, 2)),
+        (16, 14336, 4096, (1, 8, 2, 1)),
+        (16, 28672, 8192, (1, 8, 2, 2)),
+        (16, 40960, 4096, (2, 4, 3, 2)),
+        (1, 28672, 4096, (2, 4, 3, 1)),
+        (1, 28672, 8192, (1, 8, 3, 2)),
+    ):
+        c = choose(M, N, K, HOPPER, halves=True)
+        assert (c.WN, c.WK, c.STAGES, c.splits) == wanted, (M, N, K)
+
+
+def test_gate_and_up_of_some_rows_decode() -> None:
+    """Two slices of each tile beyond full rounds while they are half a round at most, and no more."""
+    for N, wanted in ((5632, 2), (11008, 2), (14336, 1), (28672, 2)):
+        c = choose(16, N, 4096, HOPPER, pair=True)
+        assert c.DECODE, N
+        assert (c.WN, c.WK, c.STAGES, c.splits, c.cluster) == (2, 4, 3, wanted, wanted == 2), N
+    assert not choose(8, 14336, 4096, HOPPER, pair=True).DECODE
+    assert not choose(16, 4096, 4096, HOPPER, pair=True).DECODE
 
 
 def test_only_tiles_beyond_full_rounds_are_cut() -> None:
@@ -754,6 +787,23 @@ def test_clusters_divide_narrow_weights() -> None:
         assert choose_hopper(M, 8 * N, K, 128, 132).SPLITS == 1
     for N, K in ((512, 1024), (1536, 1024), (512, 2048)):  # three eighths at most of them: one µs less
         assert choose_hopper(32, N, K, 128, 132).SPLITS == 4
+
+
+def test_from_17_to_32_rows_the_weight_decides() -> None:
+    """Whether wgmma is faster, as measured (docs/log.md): narrow weights and large ones go there."""
+    for N, K, wgmma in (
+        (512, 1024, True), (2048, 1024, False), (8192, 1024, False), (1024, 2048, True), (2048, 2048, False),
+        (6144, 2048, False), (512, 4096, False), (2048, 4096, True), (3072, 4096, True), (4096, 4096, False),
+        (8192, 4096, True), (512, 8192, False), (2048, 8192, True), (4096, 8192, False), (4096, 14336, True),
+    ):  # fmt: skip
+        assert wgmma_is_faster(32, N, K) == wgmma, (N, K)
+        assert wgmma or choose(32, N, K, HOPPER).DECODE
+
+
+def test_every_pipeline_has_two_stages() -> None:
+    """One is computed while the other loads; small groups in clusters may cost one, but not the last but one."""
+    assert min(c.STAGES for c in variants()) == 2
+    assert choose(32, 2048, 2048, HOPPER, halves=True).STAGES == 2
 
 
 def random_work() -> Iterator[tuple[int, int, int, int]]:  # tiles, chunks, multiprocessors, least

@@ -93,45 +93,105 @@ class _Few(NamedTuple):
 
 
 _ANY = 1 << 62
+
+
+def _few_of(
+    rows: int, blocks: int, chunks: int, teams: int, stages: int, slices: int = 1, warps: int = 1, decode: bool = False
+) -> _Few:
+    return _Few(rows, blocks, chunks, Config(rows // 8, 1, warps, teams, stages, decode, slices, slices > 1))
+
+
 # Hopper's tiles for few rows, the first that fits. Measured on an H200, as all that follows (docs/log.md).
 _FEW = (
-    _Few(8, 16, _ANY, Config(1, 1, 1, 8, 4, False, 8, True)),
-    _Few(8, 40, 48, Config(1, 1, 1, 16, 2, False, 2, True)),
-    _Few(8, 40, _ANY, Config(1, 1, 1, 4, 4, False, 8, True)),
-    _Few(8, 87, 108, Config(1, 1, 1, 4, 4, False, 4, True)),
-    _Few(8, 87, _ANY, Config(1, 1, 1, 16, 2, False, 2, True)),
-    _Few(8, 100, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
-    _Few(8, 132, _ANY, Config(1, 1, 1, 16, 2, False)),
-    _Few(8, 200, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
-    _Few(8, 264, _ANY, Config(1, 1, 1, 8, 3, False)),
-    _Few(8, 600, 96, Config(1, 1, 1, 4, 4, False)),
-    _Few(8, 600, _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
-    _Few(8, _ANY, _ANY, Config(1, 1, 1, 4, 4, False)),
-    _Few(16, 40, 48, Config(2, 1, 1, 8, 3, False, 2, True)),
-    _Few(16, 40, _ANY, Config(2, 1, 1, 4, 4, False, 8, True)),
-    _Few(16, 66, _ANY, Config(2, 1, 1, 8, 3, False, 2, True)),
-    _Few(16, 87, _ANY, Config(2, 1, 1, 4, 4, False, 4, True)),
-    _Few(16, 100, _ANY, Config(2, 1, 1, 8, 3, False)),
-    _Few(16, 132, _ANY, Config(2, 1, 1, 16, 2, False)),
-    _Few(16, 256, 48, Config(2, 1, 1, 4, 4, False)),
-    _Few(16, 256, 96, Config(2, 1, 1, 8, 3, False)),
-    _Few(16, 198, _ANY, Config(2, 1, 1, 4, 4, False, 2, True)),
-    _Few(16, 256, _ANY, Config(2, 1, 1, 16, 2, False)),
-    _Few(16, _ANY, 48, Config(2, 1, 1, 2, 3, False)),
-    _Few(16, _ANY, _ANY, Config(2, 1, 1, 4, 4, False, 2, True)),
-    _Few(32, 40, 48, Config(4, 1, 1, 8, 3, True, 2, True)),
-    _Few(32, 40, _ANY, None),
-    _Few(32, 66, _ANY, Config(4, 1, 1, 8, 3, True, 2, True)),
-    _Few(32, 87, _ANY, None),
-    _Few(32, 132, 48, Config(4, 1, 1, 8, 3, True)),
+    _few_of(8, 24, 24, 4, 4, 4),
+    _few_of(8, 66, 24, 16, 2),
+    _few_of(8, 132, 24, 8, 3),
+    _few_of(8, 16, 48, 4, 4, 8),
+    _few_of(8, 28, 48, 4, 4, 4),
+    _few_of(8, 36, 48, 16, 2, 2),
+    _few_of(8, 52, 48, 8, 3, 2),
+    _few_of(8, 66, 48, 16, 2),
+    _few_of(8, 87, 48, 8, 3, 2),
+    _few_of(8, 100, 48, 4, 4, 2),
+    _few_of(8, 28, 96, 4, 4, 8),
+    _few_of(8, 60, 96, 8, 3, 4),
+    _few_of(8, 68, 96, 4, 4, 4),
+    _few_of(8, 118, 96, 8, 3, 2),
+    _few_of(8, 28, _ANY, 8, 3, 8),
+    _few_of(8, 36, _ANY, 4, 4, 8),
+    _few_of(8, 60, _ANY, 8, 3, 4),
+    _few_of(8, 66, _ANY, 16, 2, 2),
+    _few_of(8, 76, _ANY, 4, 4, 4),
+    _few_of(8, 118, _ANY, 8, 3, 2),
+    _few_of(8, 132, _ANY, 16, 2),
+    _few_of(8, 198, _ANY, 8, 4, 2),
+    _few_of(8, 264, _ANY, 8, 3),
+    _few_of(8, 372, 96, 4, 4, 2),
+    _few_of(8, 470, 96, 4, 4),
+    _few_of(8, 470, _ANY, 8, 4, 2),
+    _few_of(8, 570, _ANY, 4, 4),
+    _few_of(8, 720, _ANY, 4, 4, 2),
+    _few_of(8, 900, _ANY, 4, 4),
+    _few_of(8, _ANY, _ANY, 2, 4, warps=2),
+    _few_of(16, 36, 24, 8, 3, 2),
+    _few_of(16, 132, 24, 8, 2),
+    _few_of(16, 12, 48, 8, 3, 4),
+    _few_of(16, 28, 48, 4, 4, 4),
+    _few_of(16, 60, 48, 8, 3, 2),
+    _few_of(16, 100, 48, 8, 3),
+    _few_of(16, 20, 96, 4, 5, 8),
+    _few_of(16, 28, 96, 4, 4, 4),
+    _few_of(16, 66, 96, 8, 3, 2),
+    _few_of(16, 87, 96, 4, 4, 4),
+    _few_of(16, 100, 96, 4, 4, 2),
+    _few_of(16, 132, 96, 8, 2),
+    _few_of(16, 12, _ANY, 8, 3, 8),
+    _few_of(16, 28, _ANY, 8, 3, 4),
+    _few_of(16, 44, _ANY, 4, 4, 8),
+    _few_of(16, 66, _ANY, 8, 3, 2),
+    _few_of(16, 87, _ANY, 4, 4, 4),
+    _few_of(16, 132, _ANY, 16, 2),
+    _few_of(16, 198, _ANY, 4, 5, 2),
+    _few_of(16, 264, _ANY, 8, 2, warps=2, decode=True),
+    _few_of(16, 372, 48, 4, 4),
+    _few_of(16, 470, 48, 4, 3, 2, 2, decode=True),
+    _few_of(16, 470, _ANY, 4, 4, 2),
+    _few_of(16, 570, _ANY, 4, 3, 2, 2, decode=True),
+    _few_of(16, 720, _ANY, 4, 4, 2),
+    _few_of(16, 900, _ANY, 2, 3),
+    _few_of(16, _ANY, _ANY, 4, 3, 2, 2, decode=True),
+    _Few(32, 28, 48, None),
+    _few_of(32, 40, 48, 8, 2, 2, decode=True),
+    _few_of(32, 132, 24, 8, 2, decode=True),
+    _few_of(32, 66, 48, 8, 2, 2, decode=True),
+    _few_of(32, 12, 144, 8, 2, 8, decode=True),
+    _Few(32, 60, _ANY, None),
+    _few_of(32, 66, 144, 8, 2, 2, decode=True),
+    _few_of(32, 132, 48, 8, 2, decode=True),
     _Few(_ANY, _ANY, _ANY, None),
 )
 # Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk, and take room.
-_FEW_HALVES = (  # rows of x, blocks of 64 columns
-    (range(1, 9), range(41, 67), Config(1, 1, 1, 16, 2, False, 2, True)),
-    (range(9, 17), range(67, 257), Config(2, 1, 1, 16, 2, True)),
-    (range(9, 17), range(257, _ANY), Config(2, 1, 1, 8, 2, True, 2, True)),
+_FEW_HALVES = (  # rows of x, blocks of 64 columns, chunks of K up to which
+    (range(1, 9), range(41, 67), 48, Config(1, 1, 1, 8, 3, False, 2, True)),
+    (range(1, 9), range(61, 67), _ANY, Config(1, 1, 1, 16, 2, False, 2, True)),
+    (range(1, 9), range(67, 101), _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
+    (range(1, 9), range(373, _ANY), 96, Config(1, 1, 2, 4, 3, False, 2, True)),
+    (range(9, 17), range(1, 21), 48, Config(2, 1, 1, 8, 2, True, 4, True)),
+    (range(9, 17), range(1, 21), _ANY, Config(2, 1, 1, 8, 2, True, 8, True)),
+    (range(9, 17), range(21, 41), _ANY, Config(2, 1, 1, 16, 2, True, 2, True)),
+    (range(9, 17), range(41, 57), _ANY, Config(2, 1, 1, 8, 2, True, 4, True)),
+    (range(9, 17), range(57, 67), 48, Config(2, 1, 1, 16, 2, True)),
+    (range(9, 17), range(57, 67), _ANY, Config(2, 1, 1, 16, 2, True, 2, True)),
+    (range(9, 17), range(67, 133), 48, Config(2, 1, 1, 8, 2, True, 2, True)),
+    (range(9, 17), range(67, 133), _ANY, Config(2, 1, 1, 16, 2, True)),
+    (range(9, 17), range(133, 199), 96, Config(2, 1, 1, 8, 2, True, 2, True)),
+    (range(9, 17), range(133, 199), _ANY, Config(2, 1, 1, 16, 2, True, 2, True)),
+    (range(9, 17), range(199, 257), _ANY, Config(2, 1, 1, 8, 2, True)),
+    (range(9, 17), range(257, 571), _ANY, Config(2, 1, 1, 8, 2, True, 2, True)),
+    (range(9, 17), range(571, _ANY), _ANY, Config(2, 1, 2, 4, 3, True, 2, True)),
 )
+# Before both for a pair, whose blocks are those of one of its weights.
+_FEW_PAIRS = (range(9, 17), range(67, _ANY), Config(2, 1, 2, 4, 3, True, 2, True))
 # Elsewhere, and on Hopper for what wgmma does not serve, pairs and symmetric products: rows up to, columns from.
 _TILES = (
     (8, 32768, Config(1, 1, 2, 4, 3, False)),
@@ -167,10 +227,13 @@ def wgmma_is_faster(M: int, N: int, K: int) -> bool:
     return _few(M, N, K) is None
 
 
-def _few(M: int, N: int, K: int, halves: bool = False) -> Config | None:
+def _few(M: int, N: int, K: int, halves: bool = False, pair: bool = False) -> Config | None:
     blocks, chunks = -(-N // 64), K // CHUNK
-    for rows, columns, config in _FEW_HALVES if halves else ():
-        if M in rows and blocks in columns:
+    rows, wide, of_pairs = _FEW_PAIRS
+    if pair and M in rows and blocks in wide:
+        return of_pairs
+    for rows, columns, most, config in _FEW_HALVES if halves else ():
+        if M in rows and blocks in columns and chunks <= most:
             return config
     return next(f.config for f in _FEW if f.rows >= M and f.blocks >= blocks and f.chunks >= chunks)
 
@@ -179,7 +242,7 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
     """The configuration for M rows, N and K as padded, two weights of N columns for a pair, groups that begin in the
     middle of a chunk."""
     hopper, chunks = on.capability == (9, 0), K // CHUNK
-    few = _few(M, N, K, halves) if hopper else None
+    few = _few(M, N, K, halves, pair) if hopper else None
     config = few or _tile(M, N, chunks, on.multiprocessors, pair)
     if pair and config.WN == 1:
         config = replace(config, WN=2, WK=config.WK // 2)
@@ -187,7 +250,7 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; ptxas wants up to 137
     while config.shared_memory(scale32=True, halves=True) + SPARE > on.shared_memory:
         config = _smaller(config)
-    if config.cluster and halves and _alone(config, True, on) and not _alone(config, False, on):
+    if config.cluster and halves and config.STAGES > 2 and _alone(config, True, on) and not _alone(config, False, on):
         # so that two blocks share a multiprocessor (log, 2026-11-30)
         config = replace(config, STAGES=config.STAGES - 1)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
@@ -202,7 +265,10 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         return replace(config, splits=splits, cluster=hopper and splits == 2)  # a cluster's sums fit: 26 KB are left
     if few is None:
         return replace(config, splits=_slices(config, tiles, chunks, on.multiprocessors))
-    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s <= config.splits and s * config.WK <= chunks))
+    most = config.splits
+    if few.WN > 1 and tiles > on.multiprocessors and tiles % on.multiprocessors > on.multiprocessors // 2:
+        most = 1  # two slices of each would be a round more
+    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s <= most and s * config.WK <= chunks))
     return replace(config, splits=splits, cluster=splits > 1)
 
 
@@ -440,16 +506,18 @@ KINDS = tuple(
 )  # fmt: skip
 
 
-def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True)) -> list[Config]:
-    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
-    number of slices."""
+def variants(
+    chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True), halves: Iterable[bool] = (False, True)
+) -> list[Config]:
+    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, and groups that
+    begin in the middle of a chunk, or not, but for the number of slices."""
     rows = sorted({f.rows for f in _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
     columns = {64, *(f.blocks * 64 for f in _FEW), *(n for _, n, _ in _TILES)}
-    columns |= {64 * blocks[0] for _, blocks, _ in _FEW_HALVES}
+    columns |= {64 * blocks[0] for _, blocks, *_ in _FEW_HALVES} | {64 * _FEW_PAIRS[1][0]}
     depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
     found = {
-        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False, lead=0)
-        for on, pair, halves in itertools.product(chips, pairs, (False, True))
+        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, half), splits=1, cluster=False, lead=0)
+        for on, pair, half in itertools.product(chips, pairs, halves)
         for M in rows for K in depths
         for N in columns | {int(most * on.multiprocessors) * 128 for most, _ in _MANY[:-1]}
     }  # fmt: skip
