@@ -89,86 +89,89 @@ class _Few(NamedTuple):
     rows: int  # of x, up to which
     blocks: int  # of 64 columns, likewise
     chunks: int  # of K, likewise
-    config: Config | None  # None: wgmma is faster
+    teams: int = 0  # none: wgmma is faster
+    stages: int = 0
+    slices: int = 1  # a cluster, where there are several
+    warps: int = 1  # along columns
+    decode: bool = False
+
+    @property
+    def config(self) -> Config | None:
+        if self.teams == 0:
+            return None
+        tile = self.rows // 8, 1, self.warps, self.teams, self.stages, self.decode
+        return Config(*tile, splits=self.slices, cluster=self.slices > 1)
 
 
 _ANY = 1 << 62
-
-
-def _few_of(
-    rows: int, blocks: int, chunks: int, teams: int, stages: int, slices: int = 1, warps: int = 1, decode: bool = False
-) -> _Few:
-    return _Few(rows, blocks, chunks, Config(rows // 8, 1, warps, teams, stages, decode, slices, slices > 1))
-
-
 # Hopper's tiles for few rows, the first that fits. Measured on an H200, as all that follows (docs/log.md).
 _FEW = (
-    _few_of(8, 24, 24, 4, 4, 4),
-    _few_of(8, 66, 24, 16, 2),
-    _few_of(8, 132, 24, 8, 3),
-    _few_of(8, 16, 48, 4, 4, 8),
-    _few_of(8, 28, 48, 4, 4, 4),
-    _few_of(8, 36, 48, 16, 2, 2),
-    _few_of(8, 52, 48, 8, 3, 2),
-    _few_of(8, 66, 48, 16, 2),
-    _few_of(8, 87, 48, 8, 3, 2),
-    _few_of(8, 100, 48, 4, 4, 2),
-    _few_of(8, 28, 96, 4, 4, 8),
-    _few_of(8, 60, 96, 8, 3, 4),
-    _few_of(8, 68, 96, 4, 4, 4),
-    _few_of(8, 118, 96, 8, 3, 2),
-    _few_of(8, 28, _ANY, 8, 3, 8),
-    _few_of(8, 36, _ANY, 4, 4, 8),
-    _few_of(8, 60, _ANY, 8, 3, 4),
-    _few_of(8, 66, _ANY, 16, 2, 2),
-    _few_of(8, 76, _ANY, 4, 4, 4),
-    _few_of(8, 118, _ANY, 8, 3, 2),
-    _few_of(8, 132, _ANY, 16, 2),
-    _few_of(8, 198, _ANY, 8, 4, 2),
-    _few_of(8, 264, _ANY, 8, 3),
-    _few_of(8, 372, 96, 4, 4, 2),
-    _few_of(8, 470, 96, 4, 4),
-    _few_of(8, 470, _ANY, 8, 4, 2),
-    _few_of(8, 570, _ANY, 4, 4),
-    _few_of(8, 720, _ANY, 4, 4, 2),
-    _few_of(8, 900, _ANY, 4, 4),
-    _few_of(8, _ANY, _ANY, 2, 4, warps=2),
-    _few_of(16, 36, 24, 8, 3, 2),
-    _few_of(16, 132, 24, 8, 2),
-    _few_of(16, 12, 48, 8, 3, 4),
-    _few_of(16, 28, 48, 4, 4, 4),
-    _few_of(16, 60, 48, 8, 3, 2),
-    _few_of(16, 100, 48, 8, 3),
-    _few_of(16, 20, 96, 4, 5, 8),
-    _few_of(16, 28, 96, 4, 4, 4),
-    _few_of(16, 66, 96, 8, 3, 2),
-    _few_of(16, 87, 96, 4, 4, 4),
-    _few_of(16, 100, 96, 4, 4, 2),
-    _few_of(16, 132, 96, 8, 2),
-    _few_of(16, 12, _ANY, 8, 3, 8),
-    _few_of(16, 28, _ANY, 8, 3, 4),
-    _few_of(16, 44, _ANY, 4, 4, 8),
-    _few_of(16, 66, _ANY, 8, 3, 2),
-    _few_of(16, 87, _ANY, 4, 4, 4),
-    _few_of(16, 132, _ANY, 16, 2),
-    _few_of(16, 198, _ANY, 4, 5, 2),
-    _few_of(16, 264, _ANY, 8, 2, warps=2, decode=True),
-    _few_of(16, 372, 48, 4, 4),
-    _few_of(16, 470, 48, 4, 3, 2, 2, decode=True),
-    _few_of(16, 470, _ANY, 4, 4, 2),
-    _few_of(16, 570, _ANY, 4, 3, 2, 2, decode=True),
-    _few_of(16, 720, _ANY, 4, 4, 2),
-    _few_of(16, 900, _ANY, 2, 3),
-    _few_of(16, _ANY, _ANY, 4, 3, 2, 2, decode=True),
-    _Few(32, 28, 48, None),
-    _few_of(32, 40, 48, 8, 2, 2, decode=True),
-    _few_of(32, 132, 24, 8, 2, decode=True),
-    _few_of(32, 66, 48, 8, 2, 2, decode=True),
-    _few_of(32, 12, 144, 8, 2, 8, decode=True),
-    _Few(32, 60, _ANY, None),
-    _few_of(32, 66, 144, 8, 2, 2, decode=True),
-    _few_of(32, 132, 48, 8, 2, decode=True),
-    _Few(_ANY, _ANY, _ANY, None),
+    _Few(8, 24, 24, 4, 4, 4),
+    _Few(8, 66, 24, 16, 2),
+    _Few(8, 132, 24, 8, 3),
+    _Few(8, 16, 48, 4, 4, 8),
+    _Few(8, 28, 48, 4, 4, 4),
+    _Few(8, 36, 48, 16, 2, 2),
+    _Few(8, 52, 48, 8, 3, 2),
+    _Few(8, 66, 48, 16, 2),
+    _Few(8, 87, 48, 8, 3, 2),
+    _Few(8, 100, 48, 4, 4, 2),
+    _Few(8, 28, 96, 4, 4, 8),
+    _Few(8, 60, 96, 8, 3, 4),
+    _Few(8, 68, 96, 4, 4, 4),
+    _Few(8, 118, 96, 8, 3, 2),
+    _Few(8, 28, _ANY, 8, 3, 8),
+    _Few(8, 36, _ANY, 4, 4, 8),
+    _Few(8, 60, _ANY, 8, 3, 4),
+    _Few(8, 66, _ANY, 16, 2, 2),
+    _Few(8, 76, _ANY, 4, 4, 4),
+    _Few(8, 118, _ANY, 8, 3, 2),
+    _Few(8, 132, _ANY, 16, 2),
+    _Few(8, 198, _ANY, 8, 4, 2),
+    _Few(8, 264, _ANY, 8, 3),
+    _Few(8, 372, 96, 4, 4, 2),
+    _Few(8, 470, 96, 4, 4),
+    _Few(8, 470, _ANY, 8, 4, 2),
+    _Few(8, 570, _ANY, 4, 4),
+    _Few(8, 720, _ANY, 4, 4, 2),
+    _Few(8, 900, _ANY, 4, 4),
+    _Few(8, _ANY, _ANY, 2, 4, warps=2),
+    _Few(16, 36, 24, 8, 3, 2),
+    _Few(16, 132, 24, 8, 2),
+    _Few(16, 12, 48, 8, 3, 4),
+    _Few(16, 28, 48, 4, 4, 4),
+    _Few(16, 60, 48, 8, 3, 2),
+    _Few(16, 100, 48, 8, 3),
+    _Few(16, 20, 96, 4, 5, 8),
+    _Few(16, 28, 96, 4, 4, 4),
+    _Few(16, 66, 96, 8, 3, 2),
+    _Few(16, 87, 96, 4, 4, 4),
+    _Few(16, 100, 96, 4, 4, 2),
+    _Few(16, 132, 96, 8, 2),
+    _Few(16, 12, _ANY, 8, 3, 8),
+    _Few(16, 28, _ANY, 8, 3, 4),
+    _Few(16, 44, _ANY, 4, 4, 8),
+    _Few(16, 66, _ANY, 8, 3, 2),
+    _Few(16, 87, _ANY, 4, 4, 4),
+    _Few(16, 132, _ANY, 16, 2),
+    _Few(16, 198, _ANY, 4, 5, 2),
+    _Few(16, 264, _ANY, 8, 2, warps=2, decode=True),
+    _Few(16, 372, 48, 4, 4),
+    _Few(16, 470, 48, 4, 3, 2, 2, decode=True),
+    _Few(16, 470, _ANY, 4, 4, 2),
+    _Few(16, 570, _ANY, 4, 3, 2, 2, decode=True),
+    _Few(16, 720, _ANY, 4, 4, 2),
+    _Few(16, 900, _ANY, 2, 3),
+    _Few(16, _ANY, _ANY, 4, 3, 2, 2, decode=True),
+    _Few(32, 28, 48),
+    _Few(32, 40, 48, 8, 2, 2, decode=True),
+    _Few(32, 132, 24, 8, 2, decode=True),
+    _Few(32, 66, 48, 8, 2, 2, decode=True),
+    _Few(32, 12, 144, 8, 2, 8, decode=True),
+    _Few(32, 60, _ANY),
+    _Few(32, 66, 144, 8, 2, 2, decode=True),
+    _Few(32, 132, 48, 8, 2, decode=True),
+    _Few(_ANY, _ANY, _ANY),
 )
 # Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk, and take room.
 _FEW_HALVES = (  # rows of x, blocks of 64 columns, chunks of K up to which

@@ -17,7 +17,8 @@
 // (w + i) % 4: so no two lanes meet in a bank, a fragment may be of any sixteen columns, and what it costs is paid when a
 // tile leaves. Decoding one takes 13 instructions in fp16 and 15 or 19 in bf16 (weight.cuh) and serves BM rows; δ is in
 // it. Consumers divide the columns of a tile; two TEAMS of them divide the k of each stage as well, for narrow tiles, of
-// which there are more to fill the chip.
+// which there are more to fill the chip. A wgmma that has W in registers blocks its warp while it is issued, so two
+// consumers take turns: one decodes while the other multiplies.
 //
 // Work, in one of three ways. The grid is one block per multiprocessor at most: `whole` tiles are dealt out in rounds, one
 // to each block; of the rest, too few for a round, all chunks of k are laid end to end and cut into equal pieces, one per
@@ -370,7 +371,7 @@ struct Consumer {
     DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(team * CW + consumer + 1) : "memory"); }
     DEVICE void sync_all() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMERS + 1), "n"(CONSUMER_THREADS) : "memory"); }
 
-    // One of two consumers decodes while the other's wgmma are issued, which takes as long as they run. Barriers 6 and 7.
+    // At the tensor cores, by barriers 6 and 7: issuing takes as long as running.
     DEVICE void take_turn() const {
         if (TURNS) asm volatile("{ .reg .u32 own;\nadd.u32 own, %0, 6;\nbar.sync own, 256; }" ::"r"(team + consumer) : "memory");
     }
