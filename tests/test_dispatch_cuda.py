@@ -511,7 +511,7 @@ def shares(config: Config, chunks: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("halves", [False, True])
 def test_configurations(chip: str, pair: bool, halves: bool) -> None:
     on = CHIPS[chip]
-    known = set(variants([on]))
+    known = set(variants([on], [pair], [halves]))
     for M, N, K in PADDED:
         c = choose(M, N, K, on, pair, halves)
         assert c == choose(M, N, K, on, pair, halves)
@@ -605,7 +605,7 @@ def test_small_groups_of_wide_weights_follow_the_measured_ones() -> None:
 
 
 def test_gate_and_up_of_some_rows_decode() -> None:
-    """Two slices of each tile beyond full rounds while they are half a round at most, and no more."""
+    """Below one round two slices, as two blocks share a multiprocessor; beyond, of half a round of tiles at most."""
     for N, wanted in ((5632, 2), (11008, 2), (14336, 1), (28672, 2)):
         c = choose(16, N, 4096, HOPPER, pair=True)
         assert c.DECODE, N
