@@ -96,16 +96,14 @@ class Built:
 
 
 def tensor_core_jobs() -> Iterator[Job]:
-    seen = set[tuple[bool, bool, Config]]()
-    for (arch, chip), pair, halves in itertools.product(CHIPS.items(), (False, True), (False, True)):
-        tiles = variants([chip], [pair], [halves])
-        for tile, flags in itertools.product(tiles, (f for f in flags_of(pair) if f["HALVES"] == halves)):
-            known = (pair, halves, tile) in seen
-            if known and chip.capability != (9, 0) and (flags["SCALE32"] or flags["SYMMETRIC"]):
+    seen = set[tuple[bool, Config]]()
+    for (arch, chip), pair in itertools.product(CHIPS.items(), (False, True)):
+        for tile, flags in itertools.product(variants([chip], [pair]), flags_of(pair)):
+            if (pair, tile) in seen and chip.capability != (9, 0) and (flags["SCALE32"] or flags["SYMMETRIC"]):
                 continue
             macros = defines(tile, **{k: bool(v) for k, v in flags.items()})
             yield Job("tensor_core", tuple(macros.items()), arch, tile.threads, tile)
-        seen |= {(pair, halves, tile) for tile in tiles}
+        seen |= {(pair, tile) for tile in variants([chip], [pair])}
 
 
 def hopper_jobs() -> Iterator[Job]:
@@ -267,20 +265,15 @@ def test_the_set_of_variants() -> None:
     assert list(CHIPS) == ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
     work = list(tensor_core_jobs())
     assert len(work) == len(set(work))
-    numbers = {(False, False): 16, (False, True): 8, (True, False): 8, (True, True): 4}  # of a pair, groups of halves
-    before = {which: set[Config]() for which in numbers}
+    before: list[set[Config]] = [set(), set()]
     for arch, chip in CHIPS.items():
         own = Counter(job.tile for job in work if job.arch == arch)
-        there = {(pair, halves): set(variants([chip], [pair], [halves])) for pair, halves in numbers}
-        assert set(variants([chip])) == set[Config]().union(*there.values())
+        both = [set(variants([chip], [pair])) for pair in (False, True)]
         for tile in variants([chip]):
-            wanted = 0
-            for which, full in numbers.items():
-                old = arch != "sm_90a" and tile in before[which]
-                wanted += (tile in there[which]) * (full // (2 if which[0] else 4) if old else full)
-            assert own[tile] == wanted, (arch, tile)
+            full = [24, 12] if arch == "sm_90a" else [6 if tile in before[i] else n for i, n in enumerate((24, 12))]
+            assert own[tile] == sum(n for n, there in zip(full, both, strict=True) if tile in there)
         assert len(own) == len(variants([chip]))
-        before = {which: tiles | there[which] for which, tiles in before.items()}
+        before = [old | new for old, new in zip(before, both, strict=True)]
     seen = {(job.arch, flag, value) for job in work for flag, value in job.macros if value in (0, 1)}
     flags = ("BF16", "SCALE32", "COLUMN", "HALVES", "SYMMETRIC", "PAIR", "DECODE")
     left_out = set(itertools.product(("sm_89", "sm_120"), ("SCALE32", "SYMMETRIC"), (1,)))

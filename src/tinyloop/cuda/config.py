@@ -270,7 +270,7 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         return replace(config, splits=_slices(config, tiles, chunks, on.multiprocessors))
     most = config.splits
     if few.WN > 1 and tiles > on.multiprocessors and tiles % on.multiprocessors > on.multiprocessors // 2:
-        most = 1  # two slices of each would be a round more
+        most = 1  # where two blocks share a multiprocessor: half as long, but a round more
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s <= most and s * config.WK <= chunks))
     return replace(config, splits=splits, cluster=splits > 1)
 
@@ -509,18 +509,16 @@ KINDS = tuple(
 )  # fmt: skip
 
 
-def variants(
-    chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True), halves: Iterable[bool] = (False, True)
-) -> list[Config]:
-    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, and groups that
-    begin in the middle of a chunk, or not, but for the number of slices."""
+def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True)) -> list[Config]:
+    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
+    number of slices."""
     rows = sorted({f.rows for f in _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
     columns = {64, *(f.blocks * 64 for f in _FEW), *(n for _, n, _ in _TILES)}
     columns |= {64 * blocks[0] for _, blocks, *_ in _FEW_HALVES} | {64 * _FEW_PAIRS[1][0]}
     depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
     found = {
-        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, half), splits=1, cluster=False, lead=0)
-        for on, pair, half in itertools.product(chips, pairs, halves)
+        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False, lead=0)
+        for on, pair, halves in itertools.product(chips, pairs, (False, True))
         for M in rows for K in depths
         for N in columns | {int(most * on.multiprocessors) * 128 for most, _ in _MANY[:-1]}
     }  # fmt: skip
