@@ -8,7 +8,7 @@
     python bench/gemm.py --chart result.json gemm.png draws the last line of an earlier run
 
 Protocol: weights rotate over at least 256 MB, so that none is found in a cache; calls are captured in a CUDA graph and
-replayed; a figure is the median of seven replays; dense and INT4 take turns in one process. "dense" is the faster of
+replayed; a figure is the median of seven replays, in which dense and INT4 take turns. "dense" is the faster of
 torch's two weight layouts. "floor" is the larger of bytes over bandwidth and operations over rate, both as measured on
 this chip where it is known. Errors are against float64. The last line is one JSON object.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -67,8 +68,25 @@ def copies(w: PackedWeight) -> list[PackedWeight]:
     return found
 
 
-def replayed(calls: Sequence[Call]) -> float:
-    """µs per call: median of seven replays of a graph that holds them all."""
+def replayed(*sets: Sequence[Call]) -> list[float]:
+    """µs per call of each set: median of seven replays of a graph that holds all its calls. Sets take turns, replay by
+    replay, so that none has the chip cooler or its clocks higher than another."""
+    graphs = [captured(calls) for calls in sets]
+    for graph, _ in graphs:
+        graph.replay()
+    times: list[list[float]] = [[] for _ in graphs]
+    for _, (own, (graph, count)) in itertools.product(range(REPLAYS), enumerate(graphs)):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times[own].append(start.elapsed_time(end) * 1e3 / count)
+    return [statistics.median(t) for t in times]
+
+
+def captured(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph that holds all calls, several times where they are short, and how many it holds."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -77,16 +95,7 @@ def replayed(calls: Sequence[Call]) -> float:
         for _ in range(turns):
             for call in calls:
                 call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (turns * len(calls)))
-    return statistics.median(times)
+    return graph, turns * len(calls)
 
 
 def eager(calls: Sequence[Call]) -> float:
@@ -99,15 +108,19 @@ def eager(calls: Sequence[Call]) -> float:
     return (time.perf_counter() - start) * 1e6 / len(calls)
 
 
-def timed(calls: Sequence[Call]) -> float:
-    """µs per call on a CPU: median of rounds over all calls."""
-    rounds = []
-    for _ in range(REPLAYS + 1):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        rounds.append((time.perf_counter() - start) * 1e6 / len(calls))
-    return statistics.median(rounds[1:])
+def timed(*sets: Sequence[Call]) -> list[float]:
+    """µs per call of each set on a CPU: median of rounds over all its calls. Set after set, since torch's threads still
+    turn for a while after its product, and other threads would wait for a core."""
+    medians = []
+    for calls in sets:
+        rounds = []
+        for _ in range(REPLAYS + 1):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            rounds.append((time.perf_counter() - start) * 1e6 / len(calls))
+        medians.append(statistics.median(rounds[1:]))
+    return medians
 
 
 def want64(x: Tensor, w: QuantWeight) -> Tensor:
@@ -178,9 +191,9 @@ def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], options: argparse
     """One shape at one number of rows."""
     K, N, M = w.weight.K, w.weight.N, x.shape[0]
     clock = replayed if x.is_cuda else timed
-    dense = min(clock(calls) for calls in dense_calls(x, K, N))
-    plan = dispatch.plan(problem(w, M, x.dtype))
-    us = clock([lambda p=p: tl.quant_gemm(x, p) for p in packs])
+    plan, own = dispatch.plan(problem(w, M, x.dtype)), [lambda p=p: tl.quant_gemm(x, p) for p in packs]
+    *both, us = clock(*dense_calls(x, K, N), own)
+    dense = min(both)
     result: dict[str, Any] = {
         "K": K,
         "N": N,
@@ -199,15 +212,18 @@ def row(x: Tensor, w: PackedWeight, packs: list[PackedWeight], options: argparse
     if x.is_cuda and (known := LIMITS.get(dispatch.chip(x.device).name)):
         result["floor"] = 1e6 * max(bytes_read / known[0], 2 * M * N * K / known[1])
     if options.tiles and plan.kernel in ("tensor_core", "hopper"):
-        timed_tiles = [(clock([partial(f, p) for p in packs]), str(c), cost) for c, cost, f in tiles(x, w, plan.kernel)]
-        result["tiles"] = sorted(timed_tiles)
-        result["regret"] = us / min(timed_tiles)[0]
+        found = tiles(x, w, plan.kernel)
+        again, *each = clock(own, *([partial(f, p) for p in packs] for _, _, f in found))
+        result["tiles"] = sorted((t, str(c), cost) for t, (c, cost, _) in zip(each, found, strict=True))
+        result["regret"] = again / min(each)
     if options.kernels and x.is_cuda and int4_refusal(problem(w, M, x.dtype), dispatch.chip(x.device)) is None:
-        each = {name: clock([partial(f, x, p) for p in packs]) for name, f in kernels(x).items()}
-        result["kernels"] = each
-        result["regret"] = us / min(each[name] for name in INT4_KERNELS if name in each)
+        every = kernels(x)
+        again, *times = clock(own, *([partial(f, x, p) for p in packs] for f in every.values()))
+        by_name = dict(zip(every, times, strict=True))
+        result["regret"] = again / min(by_name[name] for name in INT4_KERNELS if name in by_name)
         if M * N * K <= NATIVE_WORK:
-            each["native"] = clock([lambda: tl.quant_gemm(x, w, exact_int4=True)] * 2)
+            (by_name["native"],) = clock([lambda: tl.quant_gemm(x, w, exact_int4=True)] * 2)
+        result["kernels"] = by_name
     return result
 
 
@@ -255,12 +271,12 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
         packs = copies(w)
         for M in (1, 16, 64, 256):
             x, every = torch.randn(M, K, device="cuda").half(), kernels(torch.empty(0, device="cuda"))
-            each = {}
-            for name in ("symmetric", "pair", "tensor_core"):
-                calls = [partial(every[name], x, p) for p in packs]
-                eager(calls)
-                each[name] = replayed(calls), statistics.median(eager(calls) for _ in range(REPLAYS))
-            (s, es), (p, ep), (f, ef) = each.values()
+            names = ("symmetric", "pair", "tensor_core")
+            sets = [[partial(every[name], x, p) for p in packs] for name in names]
+            graphs, separate = replayed(*sets), [[eager(calls) for calls in sets] for _ in range(REPLAYS)]
+            eagers = [statistics.median(column) for column in zip(*separate, strict=True)]
+            (s, p, f), (es, ep, ef) = graphs, eagers
+            each = dict(zip(names, zip(graphs, eagers, strict=True), strict=True))
             print(
                 f"| {K}×{N} | {M} | {s:.1f} | {p - s:.1f} | {f:.1f} | {es:.1f} | {ep - es:.1f} | {ef:.1f} |", flush=True
             )
