@@ -177,10 +177,11 @@ def tiles(x: Tensor, w: PackedWeight, kernel: str) -> list[tuple[Any, float | No
             (c, config.hopper_cost(c, step, *sizes), lambda p, c=c: hopper.product(x, p.marlin(), config=c))
             for c, step in once.values()
         ]
-    chosen = config.choose(x.shape[0], m.Np, m.Kp, on, halves=config.in_halves(m.group_size))
+    halves, scale32 = config.in_halves(m.group_size), m.S.dtype == torch.float32
+    chosen = config.choose(x.shape[0], m.Np, m.Kp, on, halves=halves, scale32=scale32)
     cut = {
         dataclasses.replace(tile, splits=splits, cluster=cluster and splits > 1)
-        for tile in config.variants((on,), (False,)) if tile.MT == chosen.MT
+        for tile in config.variants((on,), (False,), (halves,)) if tile.MT == chosen.MT
         for splits in (1, 2, 4, 8) if splits * tile.WK * config.CHUNK <= m.Kp
         for cluster in (False, on.capability == (9, 0))
     }  # fmt: skip

@@ -135,10 +135,11 @@ def test_rounding_of_every_iteration(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("G", [64, 32])
 @pytest.mark.parametrize("M", [1, 8, 17, 32, 64, 600])
-def test_swiglu(M: int, dtype: torch.dtype) -> None:
+def test_swiglu(M: int, dtype: torch.dtype, G: int) -> None:
     """Gate and up in one launch below a launch's rows; never on the native kernel."""
-    gate, up = weight(512, 200, 64, seed=1, bias=True), weight(512, 200, 64, seed=2, bias=True)
+    gate, up = weight(512, 200, G, seed=1, bias=True), weight(512, 200, G, seed=2, bias=True)
     x = activations(M, 512, 0.0, dtype)
     ops.calls.clear()
     y = ops.quant_swiglu(x, pack(gate), pack(up))
@@ -251,9 +252,25 @@ def test_ker01_a_thousand_repeats(M: int, N: int) -> None:
         assert not bool(wrong)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("N", "G"), [(328, 32), (136, 96), (72, 160)])
+def test_one_row_of_small_groups(N: int, G: int, dtype: torch.dtype) -> None:
+    """Eight groups at a time: any number of them to a team, whole and in slices, and rows of x that are not there."""
+    folding = [c for c in variants((launch.chip(0),), (False,), (True,)) if c.MT == 1 and not c.DECODE]
+    assert folding
+    on_hopper = torch.cuda.get_device_capability() == HOPPER
+    for K in (32, 96, 264, 1056, 4304):
+        w = weight(K, N, min(G, K))
+        m = MarlinWeight.of(w)
+        x = activations(1, K, 1.0, dtype)
+        for c, splits, cluster in ((c, s, k) for c in folding for s in (1, 2, 8) for k in {False, on_hopper and s > 1}):
+            check(w, x, gemm.product(x, m, config=replace(c, splits=splits, cluster=cluster)))
+
+
 def test_ker08_a_row_alone_and_among_others() -> None:
-    """With one tile and one way to cut K, a row's value is the same bits in any batch and at any place in it. Dispatch
-    takes another tile for another number of rows, and then only the errors are alike."""
+    """With one tile and one way to cut K, a row's value is the same bits in any batch and at any place in it; but one
+    row alone adds small groups in an order of its own. Dispatch takes another tile for another number of rows, and then
+    only the errors are alike."""
     w = weight(4096, 328, 128)
     p, m, x = pack(w), MarlinWeight.of(w), activations(257, 4096, 0.0, torch.float16)
     chosen = [replace(choose(M, m.Np, m.Kp, launch.chip(0)), splits=4, cluster=False) for M in (16, 64)]

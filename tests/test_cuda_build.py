@@ -54,12 +54,17 @@ def tool(name: str) -> str:
     return found
 
 
-def flags_of(pair: bool) -> list[Flags]:
-    """What a tile may be compiled with. COLUMN is one group over K, so groups cannot begin in the middle of a chunk; a
-    pair is never SYMMETRIC."""
-    layouts = [{"HALVES": 0, "COLUMN": 0}, {"HALVES": 1, "COLUMN": 0}, {"HALVES": 0, "COLUMN": 1}]
+def flags_of(tile: Config, pair: bool, halves: bool) -> list[Flags]:
+    """What a tile may be compiled with. COLUMN is one group over K, so groups cannot begin in the middle of a chunk,
+    where alone δ is in two parts and one row has variants of its own; a pair is never SYMMETRIC."""
+    layouts = [{"HALVES": 1, "COLUMN": 0}] if halves else [{"HALVES": 0, "COLUMN": column} for column in (0, 1)]
     uses = [{"SYMMETRIC": 0, "PAIR": 1}] if pair else [{"SYMMETRIC": 0, "PAIR": 0}, {"SYMMETRIC": 1, "PAIR": 0}]
-    return [layout | use | numbers for layout in layouts for use in uses for numbers in NUMBERS]
+    found = []
+    for layout, use, numbers in itertools.product(layouts, uses, NUMBERS):
+        parts = int(halves and not (numbers["SCALE32"] or use["SYMMETRIC"]))
+        rows = (0, 1) if halves and tile.MT == 1 and not (tile.DECODE or use["SYMMETRIC"]) else (0,)
+        found += [layout | use | numbers | {"IN_PARTS": parts, "ONE_ROW": one} for one in rows]
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,16 @@ class Built:
 
 
 def tensor_core_jobs() -> Iterator[Job]:
-    seen = set[tuple[bool, Config]]()
-    for (arch, chip), pair in itertools.product(CHIPS.items(), (False, True)):
-        for tile, flags in itertools.product(variants([chip], [pair]), flags_of(pair)):
-            if (pair, tile) in seen and chip.capability != (9, 0) and (flags["SCALE32"] or flags["SYMMETRIC"]):
+    seen = set[tuple[bool, bool, Config]]()
+    for (arch, chip), pair, halves in itertools.product(CHIPS.items(), (False, True), (False, True)):
+        tiles = variants([chip], [pair], [halves])
+        for tile, flags in ((t, flags) for t in tiles for flags in flags_of(t, pair, halves)):
+            known = (pair, halves, tile) in seen and chip.capability != (9, 0)
+            if known and (flags["SCALE32"] or flags["SYMMETRIC"]):
                 continue
             macros = defines(tile, **{k: bool(v) for k, v in flags.items()})
             yield Job("tensor_core", tuple(macros.items()), arch, tile.threads, tile)
-        seen |= {(pair, tile) for tile in variants([chip], [pair])}
+        seen |= {(pair, halves, tile) for tile in tiles}
 
 
 def hopper_jobs() -> Iterator[Job]:
@@ -111,7 +118,9 @@ def hopper_jobs() -> Iterator[Job]:
         groups = [G for G in (32, 64, 128, 256) if tile in dict(hopper_configs(1 << 20, G))]
         layouts = [*((runs, False) for runs in sorted({tile.runs(G) for G in groups})), (1, True)]
         for (runs, column), numbers in itertools.product(layouts, [*NUMBERS, {"BF16": 1, "SCALE32": 0, "COARSE": 1}]):
-            macros = hopper.defines(tile, runs, COLUMN=column, **{k: bool(v) for k, v in numbers.items()})
+            parts = (tile.DEPTH // runs) % 64 != 0 and not numbers["SCALE32"]
+            flags = {k: bool(v) for k, v in numbers.items()}
+            macros = hopper.defines(tile, runs, COLUMN=column, IN_PARTS=parts, **flags)
             yield Job("hopper", tuple(macros.items()), "sm_90a", tile.threads)
 
 
@@ -120,6 +129,8 @@ def product_of(name: str, **values: tuple[int, ...]) -> Iterator[Job]:
         macros = dict(zip(values, row, strict=True))
         if (macros.get("BITS") == 8 and macros["CHANNEL"]) or (macros.get("X32", 0) and macros["BF16"]):
             continue  # a channel belongs to 4-bit codes; fp32 is not bf16
+        if macros.get("IN_PARTS") and (macros["SCALE32"] or macros["COLUMN"]):
+            continue  # δ is in two parts beside scales in fp16, of groups of 32, say
         yield from (Job(name, tuple(macros.items()), arch) for arch in CHIPS)
 
 
@@ -128,9 +139,9 @@ def jobs() -> list[Job]:
     return [
         *tensor_core_jobs(),
         *hopper_jobs(),
-        *product_of("correction", BF16=two, COLUMN=two),
+        *product_of("correction", BF16=two, COLUMN=two, SCALE32=two, IN_PARTS=two),
         *product_of("native", BITS=(4, 8), CHANNEL=(0, 1, 2), PARAM32=two, X32=two, BF16=two),
-        *product_of("unpack", BF16=two, SCALE32=two, COLUMN=two),
+        *product_of("unpack", BF16=two, SCALE32=two, COLUMN=two, IN_PARTS=two),
     ]
 
 
@@ -261,23 +272,35 @@ def test_python_and_kernels_agree_on_the_size_of_arguments(built: dict[Job, Buil
 
 
 def test_the_set_of_variants() -> None:
-    """Each tile for the first of its chips, and for Hopper, with all its flags, for the others with a third; once."""
+    """Each tile for the first of its chips, and for Hopper, with all its flags, for the others with a third; once. One
+    row folds groups that begin in the middle of a chunk by a variant of its own."""
     assert list(CHIPS) == ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
     work = list(tensor_core_jobs())
     assert len(work) == len(set(work))
-    before: list[set[Config]] = [set(), set()]
+    before = set[tuple[bool, bool, Config]]()
     for arch, chip in CHIPS.items():
-        own = Counter(job.tile for job in work if job.arch == arch)
-        both = [set(variants([chip], [pair])) for pair in (False, True)]
-        for tile in variants([chip]):
-            full = [24, 12] if arch == "sm_90a" else [6 if tile in before[i] else n for i, n in enumerate((24, 12))]
-            assert own[tile] == sum(n for n, there in zip(full, both, strict=True) if tile in there)
-        assert len(own) == len(variants([chip]))
-        before = [old | new for old, new in zip(before, both, strict=True)]
+        own = Counter((dict(j.macros)["PAIR"], dict(j.macros)["HALVES"], j.tile) for j in work if j.arch == arch)
+        here = {
+            (pair, halves, tile)
+            for pair, halves in itertools.product((False, True), (False, True))
+            for tile in variants([chip], [pair], [halves])
+        }
+        for pair, halves, tile in here:
+            one_row = halves and tile.MT == 1 and not tile.DECODE
+            if arch == "sm_90a" or (pair, halves, tile) not in before:  # in 16 bits and in 32, fp16 and bf16
+                want = 4 * ((1 if halves else 2) * (1 if pair else 2) + one_row)
+            else:
+                want = 2 * ((1 if halves else 2) + one_row)
+            assert own[pair, halves, tile] == want, (arch, pair, halves, tile)
+        assert len(own) == len(here)
+        before |= here
     seen = {(job.arch, flag, value) for job in work for flag, value in job.macros if value in (0, 1)}
-    flags = ("BF16", "SCALE32", "COLUMN", "HALVES", "SYMMETRIC", "PAIR", "DECODE")
+    flags = ("BF16", "SCALE32", "COLUMN", "HALVES", "SYMMETRIC", "PAIR", "DECODE", "IN_PARTS", "ONE_ROW")
     left_out = set(itertools.product(("sm_89", "sm_120"), ("SCALE32", "SYMMETRIC"), (1,)))
     assert seen >= set(itertools.product(CHIPS, flags, (0, 1))) - left_out
+    of = [dict(job.macros) for job in jobs() if "IN_PARTS" in dict(job.macros)]
+    assert {m["IN_PARTS"] for m in of if not m["SCALE32"]} == {0, 1}
+    assert not any(m["IN_PARTS"] and (m["SCALE32"] or m["COLUMN"]) for m in of)
     tiles = Counter(
         tuple(dict(job.macros)[k] for k in ("BM", "CW", "TEAMS", "SPLITS", "DEPTH")) for job in hopper_jobs()
     )

@@ -97,9 +97,9 @@ class Column:
         return Column(*((v[0][..., i], v[1][..., i]) if pairs else v[..., i] for v in self.given))
 
 
-def byte_perm(x: Array, y: int, selector: int) -> Array:
+def byte_perm(x: Array, y: Array | int, selector: int) -> Array:
     """Four bytes chosen among those of x (0 to 3) and of y (4 to 7), the lowest first."""
-    source = [x >> 8 * i & 255 for i in range(4)] + [np.full_like(x, y >> 8 * i & 255) for i in range(4)]
+    source = [v >> 8 * i & 255 for v in (x, y + np.zeros_like(x)) for i in range(4)]
     chosen = [source[selector >> 4 * i & 7] << 8 * i for i in range(4)]
     return chosen[0] | chosen[1] | chosen[2] | chosen[3]
 
@@ -150,11 +150,15 @@ def intrinsics(bf16: bool, **macros: bool) -> dict[str, Any]:
         "fminf": np.fmin,
         "fmaxf": np.fmax,
         "reciprocal": reciprocal,
-        "low_half": lambda pair: pair[0],
-        "low_twice": lambda pair: (pair[0], pair[0]),
-        "high_twice": lambda pair: (pair[1], pair[1]),
+        "low_half": lambda v: halves(v)[0],
+        "low_twice": lambda v: (halves(v)[0],) * 2,
+        "high_twice": lambda v: (halves(v)[1],) * 2,
+        "low_f16": lambda w: number_of_halves(False)(w)[0],
+        "high_f16": lambda w: number_of_halves(False)(w)[1],
+        "scale_of": lambda w: w.view(np.float32) if macros.get("SCALE32") else number_of_halves(False)(w)[0],
+        "delta_of": lambda _, w: w.view(np.float32),  # in fp32, as beside scales in fp32
         "make_uint2": lambda x, y: SimpleNamespace(x=x, y=y),
-        "ready_column": called("DEVICE uint2 ready_column(float scale, float delta)", "scale", "delta"),
+        "ready_column": called("DEVICE uint2 ready_column(u32 scale, u32 delta)", "scale", "delta"),
         "column": called("DEVICE Column column(uint2 v)", "v"),
         "scaled": called("DEVICE u32 scaled(u32 whole, Column c)", "whole", "c"),
         "Column": Column,
@@ -198,9 +202,10 @@ def parameter_places(column_order: bool, size: int) -> Array:  # [r, i]
     return np.array([[evaluate(inside, names | {"r": r, "i": i}) // size for i in range(8)] for r in range(8)])
 
 
-def parameters(m: MarlinWeight, t: torch.Tensor) -> Array:  # fp32 [groups, N/64, lane, i]
-    """What `load_params` gives a lane: i ↔ column 8i + r."""
-    runs = t.float().numpy().reshape(t.shape[0], m.Np // 64, 64)
+def parameters(m: MarlinWeight, t: torch.Tensor) -> Array:  # uint32 [groups, N/64, lane, i]
+    """What a lane has of S or delta as they are stored: i ↔ column 8i + r."""
+    stored = t.numpy().view(np.uint16 if t.element_size() == 2 else np.uint32).astype(np.uint32)
+    runs = stored.reshape(t.shape[0], m.Np // 64, 64)
     places = parameter_places(m.group_size == -1, t.element_size())
     return runs[:, :, places[np.arange(32) >> 2]]
 
@@ -235,6 +240,7 @@ def test_integers_are_exact(packed: tuple[Any, MarlinWeight], bf16: bool, symmet
 
 def decoded(m: MarlinWeight, bf16: bool, **macros: bool) -> Array:  # fp32 [Kp, Np]
     """W as the kernels decode it."""
+    macros |= {"SCALE32": m.S.dtype == torch.float32, "IN_PARTS": m.in_parts}
     names = intrinsics(bf16, **macros)
     group = np.arange(m.Kp // 16) * 16 // (m.Kp if m.group_size == -1 else m.group_size)
     scale, delta = parameters(m, m.S)[group], parameters(m, m.delta)[group]
@@ -254,21 +260,23 @@ def decoded(m: MarlinWeight, bf16: bool, **macros: bool) -> Array:  # fp32 [Kp, 
 def test_weights_are_the_weights(packed: tuple[Any, MarlinWeight], bf16: bool) -> None:
     """What fp32 arithmetic gives, rounded once to 16 bits; two roundings may differ by a unit of the last."""
     weight, m = packed
-    got = torch.from_numpy(decoded(m, bf16, SCALE32=True)[: m.K, : m.N]).double()
+    got = torch.from_numpy(decoded(m, bf16)[: m.K, : m.N]).double()
     W = dequantize64(weight)
     largest = W.abs().max()
     assert (got - W).abs().max() <= largest * 2.0 ** (-8 if bf16 else -11) * 1.01
     assert ((got - W).abs() <= W.abs() * 2.0 ** (-8 if bf16 else -11) + largest * 2.0**-19).all()
 
 
+@pytest.mark.parametrize("G", [128, 32])
 @pytest.mark.parametrize("zeros", ["anywhere", "integer", "far"])
 @pytest.mark.parametrize(
     ("bf16", "coarse"), [(False, False), (True, False), (True, True)], ids=["fp16", "bf16", "coarse"]
 )
-def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, coarse: bool, zeros: str) -> None:
+def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, coarse: bool, zeros: str, G: int) -> None:
     """Sixteen-bit arithmetic with the whole number next to the zero point: against W rounded once, the error of a
-    product is the same within some percent, for activations of mean 0 and of mean 1. Scale 0 leaves the zero."""
-    K, N, G = 512, 128, 128
+    product is the same within some percent, for activations of mean 0 and of mean 1. Scale 0 leaves the zero. Groups of
+    32 have δ in two parts."""
+    K, N = 512, 128
     generator = np.random.default_rng(0)
     scale = ((0.5 + generator.random((K // G, N))) * 0.01).astype(np.float16).astype(np.float32)
     scale = torch.from_numpy(scale).bfloat16().float().numpy() if coarse else scale
@@ -280,6 +288,7 @@ def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, coarse: bool,
     m = MarlinWeight.of(weight)
     assert m.S.dtype == torch.float16
     assert m.coarse == coarse
+    assert m.in_parts == (G == 32)
     got, W = torch.from_numpy(decoded(m, bf16, COARSE=coarse)).double(), dequantize64(weight)
     assert (got[:G, 0] == 0.25).all()
     rounded = W.to(torch.bfloat16 if bf16 else torch.float16).double()

@@ -178,6 +178,47 @@ def test_marlin_weight_from_packed_nibbles(K: int, G: int) -> None:
     assert float((again - dequantize64(w)).abs().max()) <= 2.0**-23 * float(m.delta.abs().max() + w.zero.abs().max())
 
 
+@pytest.mark.parametrize("zeros", ["fp16", "whole", "any"])
+def test_delta_in_two_parts(zeros: str) -> None:
+    """Of groups of 32 and 96 with scales in fp16: no bit is lost of zeros that fp16 holds or that are whole scales, and
+    of others 2⁻¹² of a scale at most; none where the scale is 0."""
+    g = torch.Generator().manual_seed(0)
+    for G in (32, 96):
+        groups = 384 // G
+        scale = ((0.5 + torch.rand(groups, 72, generator=g)) * 0.01).half().float()
+        z = 15 * torch.rand(groups, 72, generator=g)
+        zero = -(z.round() if zeros == "whole" else z) * scale
+        zero = zero.half().float() if zeros == "fp16" else zero
+        scale[0, 0], zero[0, 0] = 0, 0.25
+        w = tl.QuantWeight.from_codes(codes(384, 72), scale, zero, G)
+        m = MarlinWeight.of(w)
+        assert m.in_parts
+        assert m.nbytes == marlin.packed_bytes(w)
+        q, s, again = m.unpack()
+        assert torch.equal(q, w.codes())
+        assert torch.equal(s.float(), scale)
+        lost = (again.double() - zero.double()).abs()
+        assert bool((lost <= 1.01 * 2.0**-12 * scale).all())  # half a unit of the last of eleven bits of scale / 2
+        assert bool((lost > 0).any()) == (zeros == "any")
+
+
+def test_delta_is_whole_where_two_parts_would_lose_it() -> None:
+    """Groups of 64; scales that fp16 does not hold; a group of scale 0 whose zero it does not."""
+    scale, zero = torch.full((4, 64), 2.0**-6), torch.full((4, 64), -0.1)
+    assert MarlinWeight.of(tl.QuantWeight.from_codes(codes(128, 64), scale, zero, 32)).in_parts
+    assert not MarlinWeight.of(tl.QuantWeight.from_codes(codes(256, 64), scale, zero, 64)).in_parts
+    for place, value in ((scale, 0.3), (zero, 0.3), (zero, 1e9), (zero, 1e-9)):
+        changed = place.clone()
+        changed[0, 0] = value
+        s, z = (changed, zero) if place is scale else (scale.clone(), changed)
+        s[0, 0] = s[0, 0] if place is scale else 0
+        m = MarlinWeight.of(tl.QuantWeight.from_codes(codes(128, 64), s, z, 32))
+        assert m.S.dtype == torch.float32
+        assert not m.in_parts
+        lost = (m.unpack()[2] - z)[0, 0].abs()
+        assert float(lost) <= 2.0**-23 * float(8 * s[0, 0] + z[0, 0].abs())
+
+
 def test_scales_are_halves_only_where_that_is_exact() -> None:
     q, (scale, _) = codes(128, 64), parameters(2, 64)
     for tiny in (0.0, 2.0**-24, 2.0**-15):  # fp16 holds these, two of them as subnormal numbers

@@ -65,6 +65,7 @@ class Problem:
     marlin: bool = True  # dispatch to the INT4 tensor-core path is on
     unpackable: str | None = None  # why the weight has no device format, or None
     coarse: bool = False  # whether bf16 holds the scales, as far as a device format has been made
+    scale32: bool = False  # whether the device format has them in fp32, likewise
     require: bool = False  # on a GPU, a 4-bit weight takes that path or a kept dense copy, or is refused
 
 
@@ -284,7 +285,9 @@ def _config(kernel: str, p: Problem, on: Chip) -> str:
     N, K = padded(p)
     if kernel == "hopper":
         return str(choose_hopper(p.M, N, K, group, on.multiprocessors, p.dtype == torch.bfloat16 and not p.coarse))
-    return str(choose(p.M, N, K, on, halves=in_halves(group))) if kernel == "tensor_core" else ""
+    if kernel != "tensor_core":
+        return ""
+    return str(choose(p.M, N, K, on, halves=in_halves(group), scale32=p.scale32))
 
 
 def _name(dtype: torch.dtype) -> str:

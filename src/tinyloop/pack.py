@@ -72,6 +72,11 @@ class PackedWeight:
         """Whether bf16 holds every scale, as the device format knows; False where there is none."""
         return self._marlin is not None and self._marlin.coarse
 
+    @property
+    def scale32(self) -> bool:
+        """Whether the device format has scales in fp32; False where there is none."""
+        return self._marlin is not None and self._marlin.S.dtype == torch.float32
+
     def canonical(self) -> LinearWeight:
         """The weight itself on this weight's device; on a GPU, contiguous as its kernels read it."""
         if self._canonical is None:

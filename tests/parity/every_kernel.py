@@ -30,7 +30,7 @@ from tinyloop.cuda.config import CHUNK, hopper_variants, variants
 from tinyloop.dispatch_cuda import HOPPER
 from tinyloop.marlin import MarlinWeight
 
-SHAPES = [(264, 72, 64), (520, 136, -1), (352, 328, 96)]  # K, N, G
+SHAPES = [(264, 72, 64), (520, 136, -1), (352, 328, 96), (416, 200, 32)]  # K, N, G
 LIMIT = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # a few roundings of the dtype
 
 

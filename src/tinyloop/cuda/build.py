@@ -51,7 +51,7 @@ def missing(capability: tuple[int, int] | None = None) -> str | None:
     return None
 
 
-HEADERS = {"tensor_core": ("ptx.cuh", "weight.cuh"), "hopper": ("ptx.cuh", "weight.cuh")}
+HEADERS = dict.fromkeys(("tensor_core", "hopper", "unpack", "correction"), ("ptx.cuh", "weight.cuh"))
 
 
 @functools.cache

@@ -73,7 +73,7 @@ class Config:
         return rounds - rounds % self.splits if self.cluster else rounds
 
     def shared_memory(self, scale32: bool = False, halves: bool = False, symmetric: bool = False) -> int:
-        """Bytes of shared memory per block: the stages of all teams."""
+        """Bytes of shared memory per block: the stages of all teams, and a cluster's sums."""
         params = (2 if halves else 1) * ((256 if scale32 else 128) + (0 if symmetric else 256))
         stage = self.rows * CHUNK * 2 + self.columns // 64 * (CHUNK * 32 + params)
         return stage * self.STAGES * self.WK + (self.rows * self.columns * 4 if self.cluster else 0)
@@ -99,7 +99,7 @@ class _Few(NamedTuple):
     def config(self) -> Config | None:
         if self.teams == 0:
             return None
-        tile = self.rows // 8, 1, self.warps, self.teams, self.stages, self.decode
+        tile = -(-self.rows // 8), 1, self.warps, self.teams, self.stages, self.decode
         return Config(*tile, splits=self.slices, cluster=self.slices > 1)
 
 
@@ -173,25 +173,99 @@ _FEW = (
     _Few(32, 132, 48, 8, 2, decode=True),
     _Few(_ANY, _ANY, _ANY),
 )
-# Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk, and take room.
-_FEW_HALVES = (  # rows of x, blocks of 64 columns, chunks of K up to which
-    (range(1, 9), range(41, 67), 48, Config(1, 1, 1, 8, 3, False, 2, True)),
-    (range(1, 9), range(61, 67), _ANY, Config(1, 1, 1, 16, 2, False, 2, True)),
-    (range(1, 9), range(67, 101), _ANY, Config(1, 1, 1, 8, 4, False, 2, True)),
-    (range(1, 9), range(373, _ANY), 96, Config(1, 1, 2, 4, 3, False, 2, True)),
-    (range(9, 17), range(1, 21), 48, Config(2, 1, 1, 8, 2, True, 4, True)),
-    (range(9, 17), range(1, 21), _ANY, Config(2, 1, 1, 8, 2, True, 8, True)),
-    (range(9, 17), range(21, 41), _ANY, Config(2, 1, 1, 16, 2, True, 2, True)),
-    (range(9, 17), range(41, 57), _ANY, Config(2, 1, 1, 8, 2, True, 4, True)),
-    (range(9, 17), range(57, 67), 48, Config(2, 1, 1, 16, 2, True)),
-    (range(9, 17), range(57, 67), _ANY, Config(2, 1, 1, 16, 2, True, 2, True)),
-    (range(9, 17), range(67, 133), 48, Config(2, 1, 1, 8, 2, True, 2, True)),
-    (range(9, 17), range(67, 133), _ANY, Config(2, 1, 1, 16, 2, True)),
-    (range(9, 17), range(133, 199), 96, Config(2, 1, 1, 8, 2, True, 2, True)),
-    (range(9, 17), range(133, 199), _ANY, Config(2, 1, 1, 16, 2, True, 2, True)),
-    (range(9, 17), range(199, 257), _ANY, Config(2, 1, 1, 8, 2, True)),
-    (range(9, 17), range(257, 571), _ANY, Config(2, 1, 1, 8, 2, True, 2, True)),
-    (range(9, 17), range(571, _ANY), _ANY, Config(2, 1, 2, 4, 3, True, 2, True)),
+# Before those where groups begin in the middle of a chunk, as of 32: parameters are read twice a chunk. For scales in
+# fp32, whose decoding takes twice as long, see `_few`.
+_FEW_HALVES = (
+    _Few(1, 32, 24, 8, 4, 2),
+    _Few(1, 64, 24, 8, 4),
+    _Few(1, 80, 24, 8, 3),
+    _Few(1, 132, 24, 4, 4, 2),
+    _Few(1, 16, 48, 4, 4, 8),
+    _Few(1, 32, 48, 8, 4, 2),
+    _Few(1, 80, 48, 8, 3, 2),
+    _Few(1, 132, 48, 4, 4, 2),
+    _Few(1, 256, 48, 8, 3),
+    _Few(1, 344, 48, 4, 4),
+    _Few(1, 500, 48, 4, 3, warps=2),
+    _Few(1, 640, 48, 2, 4, 2, 2),
+    _Few(1, _ANY, 48, 2, 4, warps=2),
+    _Few(1, 24, 96, 4, 4, 8),
+    _Few(1, 48, 96, 8, 3, 4),
+    _Few(1, 172, 96, 8, 3, 2),
+    _Few(1, 256, 96, 8, 3),
+    _Few(1, 344, 96, 4, 4),
+    _Few(1, 500, 96, 4, 3, warps=2),
+    _Few(1, 786, 96, 4, 4),
+    _Few(1, _ANY, 96, 2, 4, warps=2),
+    _Few(1, 24, _ANY, 8, 3, 8),
+    _Few(1, 32, _ANY, 4, 4, 8),
+    _Few(1, 64, _ANY, 16, 2, 2),
+    _Few(1, 80, _ANY, 4, 4, 4),
+    _Few(1, 112, _ANY, 8, 3, 2),
+    _Few(1, 132, _ANY, 8, 4),
+    _Few(1, 140, _ANY, 2, 4, 4, 2),
+    _Few(1, 256, _ANY, 8, 3),
+    _Few(1, 400, _ANY, 4, 4, 2),
+    _Few(1, _ANY, _ANY, 4, 3, warps=2),
+    _Few(8, 32, 24, 8, 4, 2, decode=True),
+    _Few(8, 64, 24, 16, 2, decode=True),
+    _Few(8, 96, 24, 8, 3, decode=True),
+    _Few(8, 132, 24, 4, 4, 2, decode=True),
+    _Few(8, 24, 48, 8, 2, 4, decode=True),
+    _Few(8, 32, 48, 8, 4, 2, decode=True),
+    _Few(8, 48, 48, 8, 2, 4, decode=True),
+    _Few(8, 64, 48, 16, 2, decode=True),
+    _Few(8, 172, 48, 8, 2, 2, decode=True),
+    _Few(8, 256, 48, 8, 2, decode=True),
+    _Few(8, 344, 48, 4, 4, decode=True),
+    _Few(8, _ANY, 48, 4, 3, warps=2, decode=True),
+    _Few(8, 24, 96, 8, 3, 8, decode=True),
+    _Few(8, 64, 96, 16, 2, 2, decode=True),
+    _Few(8, 172, 96, 8, 2, 2, decode=True),
+    _Few(8, 256, 96, 8, 2, decode=True),
+    _Few(8, 344, 96, 4, 4, decode=True),
+    _Few(8, 500, 96, 4, 3, warps=2, decode=True),
+    _Few(8, 640, 96, 4, 4, 2, 2, decode=True),
+    _Few(8, _ANY, 96, 4, 3, warps=2, decode=True),
+    _Few(8, 24, _ANY, 8, 2, 8, decode=True),
+    _Few(8, 32, _ANY, 4, 4, 8, decode=True),
+    _Few(8, 64, _ANY, 16, 2, 2, decode=True),
+    _Few(8, 80, _ANY, 4, 4, 4, decode=True),
+    _Few(8, 132, _ANY, 16, 2, decode=True),
+    _Few(8, 172, _ANY, 16, 2, 2, decode=True),
+    _Few(8, 256, _ANY, 8, 2, decode=True),
+    _Few(8, 448, _ANY, 8, 3, 2, decode=True),
+    _Few(8, _ANY, _ANY, 4, 3, warps=2, decode=True),
+    _Few(16, 32, 24, 8, 3, 2, decode=True),
+    _Few(16, 132, 24, 8, 3, decode=True),
+    _Few(16, 16, 48, 8, 2, 4, decode=True),
+    _Few(16, 64, 48, 8, 3, 2, decode=True),
+    _Few(16, 140, 48, 8, 2, 2, decode=True),
+    _Few(16, 256, 48, 8, 2, decode=True),
+    _Few(16, 344, 48, 8, 2, 2, decode=True),
+    _Few(16, 500, 48, 4, 2, warps=2, decode=True),
+    _Few(16, 640, 48, 4, 2, 2, 2, decode=True),
+    _Few(16, _ANY, 48, 4, 3, warps=2, decode=True),
+    _Few(16, 24, 96, 8, 2, 8, decode=True),
+    _Few(16, 48, 96, 8, 2, 4, decode=True),
+    _Few(16, 64, 96, 8, 3, 2, decode=True),
+    _Few(16, 172, 96, 8, 2, 2, decode=True),
+    _Few(16, 256, 96, 8, 2, decode=True),
+    _Few(16, 448, 96, 8, 2, 2, decode=True),
+    _Few(16, 500, 96, 4, 3, warps=2, decode=True),
+    _Few(16, 640, 96, 4, 3, 2, 2, decode=True),
+    _Few(16, _ANY, 96, 4, 3, warps=2, decode=True),
+    _Few(16, 24, _ANY, 8, 2, 8, decode=True),
+    _Few(16, 64, _ANY, 16, 2, 2, decode=True),
+    _Few(16, 80, _ANY, 8, 2, 4, decode=True),
+    _Few(16, 132, _ANY, 16, 2, decode=True),
+    _Few(16, 172, _ANY, 16, 2, 2, decode=True),
+    _Few(16, 256, _ANY, 8, 2, decode=True),
+    _Few(16, 448, _ANY, 8, 2, 2, decode=True),
+    _Few(16, _ANY, _ANY, 4, 2, warps=2, decode=True),
+    _Few(32, 12, 48),
+    _Few(32, 12, 144, 8, 2, 8, decode=True),
+    _Few(32, _ANY, _ANY),
 )
 # Before both for a pair, whose blocks are those of one of its weights.
 _FEW_PAIRS = (range(9, 17), range(67, _ANY), Config(2, 1, 2, 4, 3, True, 2, True))
@@ -225,27 +299,28 @@ def in_halves(group: int) -> bool:
     return group > 0 and group % CHUNK != 0
 
 
-def wgmma_is_faster(M: int, N: int, K: int) -> bool:
-    """Whether, on Hopper, hopper.cu is faster than tensor_core.cu for M rows, N and K as padded."""
-    return _few(M, N, K) is None
+def wgmma_is_faster(M: int, N: int, K: int, halves: bool = False) -> bool:
+    """Whether, on Hopper, hopper.cu is faster than tensor_core.cu for M rows, N and K as padded, groups that begin in
+    the middle of a chunk."""
+    return _few(M, N, K, False, halves, False) is None
 
 
-def _few(M: int, N: int, K: int, halves: bool = False, pair: bool = False) -> Config | None:
+def _few(M: int, N: int, K: int, pair: bool, halves: bool, scale32: bool) -> Config | None:
     blocks, chunks = -(-N // 64), K // CHUNK
-    rows, wide, of_pairs = _FEW_PAIRS
-    if pair and M in rows and blocks in wide:
+    rows, columns, of_pairs = _FEW_PAIRS
+    if pair and M in rows and blocks in columns:
         return of_pairs
-    for rows, columns, most, config in _FEW_HALVES if halves else ():
-        if M in rows and blocks in columns and chunks <= most:
-            return config
-    return next(f.config for f in _FEW if f.rows >= M and f.blocks >= blocks and f.chunks >= chunks)
+    table = _FEW_HALVES + _FEW if halves else _FEW
+    if halves and scale32 and M <= 16:  # none decodes: tiles of one row, and of groups of 64
+        M, table = (1, table) if M <= 8 else (M, _FEW)
+    return next(f.config for f in table if f.rows >= M and f.blocks >= blocks and f.chunks >= chunks)
 
 
-def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = False) -> Config:
+def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = False, scale32: bool = False) -> Config:
     """The configuration for M rows, N and K as padded, two weights of N columns for a pair, groups that begin in the
-    middle of a chunk."""
+    middle of a chunk, scales in fp32."""
     hopper, chunks = on.capability == (9, 0), K // CHUNK
-    few = _few(M, N, K, halves, pair) if hopper else None
+    few = _few(M, N, K, pair, halves, scale32) if hopper else None
     config = few or _tile(M, N, chunks, on.multiprocessors, pair)
     if pair and config.WN == 1:
         config = replace(config, WN=2, WK=config.WK // 2)
@@ -253,9 +328,6 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         config = replace(config, WK=config.WK // 2)  # 512 threads have 128 registers each; ptxas wants up to 137
     while config.shared_memory(scale32=True, halves=True) + SPARE > on.shared_memory:
         config = _smaller(config)
-    if config.cluster and halves and config.STAGES > 2 and _alone(config, True, on) and not _alone(config, False, on):
-        # so that two blocks share a multiprocessor (log, 2026-11-30)
-        config = replace(config, STAGES=config.STAGES - 1)
     tiles = max(1, -(-M // config.rows)) * -(-N * (2 if pair else 1) // config.columns)
     if config.MT == 8:
         if config.WK == 1 and 0 < tiles % on.multiprocessors <= on.multiprocessors // 2:
@@ -273,11 +345,6 @@ def choose(M: int, N: int, K: int, on: Chip, pair: bool = False, halves: bool = 
         most = 1  # where two blocks share a multiprocessor: half as long, but a round more
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s <= most and s * config.WK <= chunks))
     return replace(config, splits=splits, cluster=splits > 1)
-
-
-def _alone(c: Config, halves: bool, on: Chip) -> bool:
-    """Whether a multiprocessor has shared memory for one block only, where its threads leave room for more."""
-    return c.threads <= 256 and 2 * (c.shared_memory(halves=halves) + SPARE) > on.shared_memory
 
 
 def _tile(M: int, N: int, chunks: int, multiprocessors: int, pair: bool) -> Config:
@@ -509,16 +576,17 @@ KINDS = tuple(
 )  # fmt: skip
 
 
-def variants(chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True)) -> list[Config]:
-    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, but for the
-    number of slices."""
-    rows = sorted({f.rows for f in _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
-    columns = {64, *(f.blocks * 64 for f in _FEW), *(n for _, n, _ in _TILES)}
-    columns |= {64 * blocks[0] for _, blocks, *_ in _FEW_HALVES} | {64 * _FEW_PAIRS[1][0]}
-    depths = {f.chunks * CHUNK for f in _FEW if f.chunks < _ANY} | {8192}
+def variants(
+    chips: Iterable[Chip] = KINDS, pairs: Iterable[bool] = (False, True), halves: Iterable[bool] = (False, True)
+) -> list[Config]:
+    """Every configuration that `choose` may give on one of the chips, for one weight, a pair, or both, and groups that
+    begin in the middle of a chunk or do not, but for the number of slices."""
+    rows = sorted({f.rows for f in _FEW_HALVES + _FEW[:-1]} | {rows for rows, _, _ in _TILES} | {64, 1 << 16})
+    columns = {64, *(f.blocks * 64 for f in _FEW + _FEW_HALVES), *(n for _, n, _ in _TILES), 64 * _FEW_PAIRS[1][0]}
+    depths = {f.chunks * CHUNK for f in _FEW + _FEW_HALVES if f.chunks < _ANY} | {1024, 8192, 14336}
     found = {
-        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, halves), splits=1, cluster=False, lead=0)
-        for on, pair, halves in itertools.product(chips, pairs, (False, True))
+        replace(choose(M, min(max(N, 64), 1 << 20), K, on, pair, *numbers), splits=1, cluster=False, lead=0)
+        for on, pair, numbers in itertools.product(chips, pairs, itertools.product(halves, (False, True)))
         for M in rows for K in depths
         for N in columns | {int(most * on.multiprocessors) * 128 for most, _ in _MANY[:-1]}
     }  # fmt: skip

@@ -37,9 +37,13 @@ class _Arguments(Arguments):
 
 @functools.cache
 def _launcher(
-    config: Config, device: int, bf16: bool, scale32: bool, column: bool, halves: bool, symmetric: bool, pair: bool
-) -> Launcher:
-    macros = defines(config, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves, SYMMETRIC=symmetric, PAIR=pair)
+    config: Config, device: int, bf16: bool, scale32: bool, column: bool, halves: bool, symmetric: bool, pair: bool,
+    parts: bool, one_row: bool,
+) -> Launcher:  # fmt: skip
+    macros = defines(
+        config, BF16=bf16, SCALE32=scale32, COLUMN=column, HALVES=halves, SYMMETRIC=symmetric, PAIR=pair,
+        IN_PARTS=parts, ONE_ROW=one_row,
+    )  # fmt: skip
     shared = config.shared_memory(scale32, halves, symmetric)
     blocks = config.splits if config.cluster else 1
     return Launcher("tensor_core", "tensor_core", macros, device, config.threads, shared, overlaps=True, cluster=blocks)
@@ -59,10 +63,11 @@ def ready(
     device = w.B.device.index
     column = w.group_size == -1
     halves = in_halves(w.group_size)
-    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None, halves)
-    one = replace(c, lead=0) if c.cluster else replace(c, splits=1, lead=0)
     bf16, scale32 = dtype == torch.bfloat16, w.S.dtype == torch.float32
-    run = _launcher(one, device, bf16, scale32, column, halves, symmetric, pair is not None)
+    c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None, halves, scale32)
+    one = replace(c, lead=0) if c.cluster else replace(c, splits=1, lead=0)
+    parts, one_row = w.in_parts and not symmetric, M == 1 and halves and not (c.DECODE or symmetric)
+    run = _launcher(one, device, bf16, scale32, column, halves, symmetric, pair is not None, parts, one_row)
     p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK)
     p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)
     p.row_tiles = -(-M // c.rows)

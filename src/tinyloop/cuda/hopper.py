@@ -41,7 +41,7 @@ def ready(
     c = config or choose_hopper(M, w.Np, w.Kp, w.group_size, sms, bf16 and not w.coarse)
     column, runs = w.group_size == -1, c.runs(w.group_size)
     scale32 = w.S.dtype == torch.float32
-    run = _launcher(c, device, bf16, scale32, column, runs, bf16 and not scale32 and w.coarse)
+    run = _launcher(c, device, bf16, scale32, column, runs, bf16 and not scale32 and w.coarse, w.in_parts)
     a = _Arguments(bias=None if bias is None else bias.data_ptr())
     p = a.p
     p.M, p.N, p.blocks64, p.chunks = M, w.N, w.Np // 64, -(-w.Kp // c.DEPTH)
@@ -82,9 +82,9 @@ def product(
 
 @functools.cache
 def _launcher(
-    c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, runs: int, coarse: bool
+    c: HopperConfig, device: int, bf16: bool, scale32: bool, column: bool, runs: int, coarse: bool, parts: bool
 ) -> Launcher:
-    macros = defines(c, runs, BF16=bf16, SCALE32=scale32, COLUMN=column, COARSE=coarse)
+    macros = defines(c, runs, BF16=bf16, SCALE32=scale32, COLUMN=column, COARSE=coarse, IN_PARTS=parts)
     return Launcher("hopper", "hopper", macros, device, c.threads, c.shared_memory(scale32, runs), overlaps=True)
 
 

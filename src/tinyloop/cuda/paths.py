@@ -31,7 +31,7 @@ class _Sums(Arguments):
 
 class _Correction(Arguments):
     _fields_: ClassVar[Any] = [
-        ("c", _p), ("a_sum", _p), ("delta", _p), ("bias", _p), ("y", _p),
+        ("c", _p), ("a_sum", _p), ("S", _p), ("delta", _p), ("bias", _p), ("y", _p),
         ("M", _i32), ("N", _i32), ("groups", _i32), ("padded", _i32),
     ]  # fmt: skip
 
@@ -85,12 +85,13 @@ def correction(c: Tensor, sums: Tensor, w: MarlinWeight, bias: Tensor | None, y:
     M = c.shape[0]
     if M:
         a = _Correction(
-            c.data_ptr(), sums.data_ptr(), w.delta.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
-            M, w.N, sums.shape[1], w.Np,
+            c.data_ptr(), sums.data_ptr(), w.S.data_ptr(), w.delta.data_ptr(),
+            None if bias is None else bias.data_ptr(), y.data_ptr(), M, w.N, sums.shape[1], w.Np,
         )  # fmt: skip
         run = _launcher(
             "correction", "correction_accum", c.device.index, 128,
-            BF16=y.dtype == torch.bfloat16, COLUMN=w.group_size == -1,
+            BF16=y.dtype == torch.bfloat16, SCALE32=w.S.dtype == torch.float32, COLUMN=w.group_size == -1,
+            IN_PARTS=w.in_parts,
         )  # fmt: skip
         run(a, -(-w.N // 128) * -(-M // 8))
     return y
@@ -125,7 +126,7 @@ def unpack(w: MarlinWeight, dtype: torch.dtype) -> Tensor:  # fp16 | bf16 [N, K]
     )  # fmt: skip
     run = _launcher(
         "unpack", "unpack", w.B.device.index, 128,
-        BF16=dtype == torch.bfloat16, SCALE32=w.S.dtype == torch.float32, COLUMN=column,
+        BF16=dtype == torch.bfloat16, SCALE32=w.S.dtype == torch.float32, COLUMN=column, IN_PARTS=w.in_parts,
     )  # fmt: skip
     run(a, -(-(w.Np // 64) * (w.Kp // 64) // 4))
     return W[:, : w.K]

@@ -9,10 +9,6 @@
 // Everything between is fp32: in fp16 a_sum overflows from |x| = 512 on, and c and the correction can be huge and of
 // opposite sign.
 
-#ifndef COLUMN
-#define COLUMN 0  // δ is permuted as per-column parameters are
-#endif
-
 constexpr int SUM_THREADS = 128, ROWS = 8;
 
 struct Sums {
@@ -40,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) a_group_sum(const Sums
 struct Correction {
     const float* c;      // [M][N]
     const float* a_sum;  // [M][groups]
-    const float* delta;  // [groups][padded N], permuted
+    const void* S;       // [groups][padded N] fp16 or fp32, permuted
+    const u32* delta;    // as S
     const u16* bias;     // [N], or null
     u16* y;              // [M][N]
     int M, N, groups, padded;
@@ -63,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) correction_accum(const Corr
     const int columns = (p.N + 127) / 128, n = blockIdx.x % columns * 128 + threadIdx.x;
     const i64 m0 = (i64)(blockIdx.x / columns) * ROWS;
     const int rows = (int)min(p.M - m0, (i64)ROWS);
-    const float* delta = p.delta + permuted(min(n, p.N - 1));
+    const int own = permuted(min(n, p.N - 1));
     float sum[ROWS] = {}, c[ROWS];  // c is on its way while the sums are added
 #pragma unroll
     for (int i = 0; i < ROWS; i++) c[i] = i < rows && n < p.N ? p.c[(m0 + i) * p.N + n] : 0.f;
@@ -77,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) correction_accum(const Corr
         __syncthreads();
 #pragma unroll 8
         for (int g = 0; g < count; g++) {
-            const float d = delta[(i64)(first + g) * p.padded];
+            const i64 at = (i64)(first + g) * p.padded + own;
+            const float d = delta_of(scale_of(SCALE32 ? ((const u32*)p.S)[at] : ((const u16*)p.S)[at]), p.delta[at]);
 #pragma unroll
             for (int i = 0; i < ROWS; i++) sum[i] = fmaf(sums[g][i], d, sum[i]);
         }

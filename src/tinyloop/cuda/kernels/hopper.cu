@@ -8,7 +8,7 @@
 //   one thread          boxes of words, of scale and of δ        ─► ring of W_STAGES, `full` ─┐
 //   two warps           scale and δ as decoding takes them       ─► beside them, `ready` ─────┤
 //   one thread          x: a box of 64 k × BM rows, swizzled     ─► ring of X_STAGES, `full` ─┤  and `empty` back
-//   consumers, 128 each words of chunk c+2 ─lds─► registers ─► W of chunk c+1 │ wgmma of chunk c in flight
+//   consumers, 128 each words of chunk c+2 ─lds─► registers ─► W of chunk c+1, while another's wgmma run
 //
 // The rings are two because words are needed two chunks before their rows of x, and take less room: an eighth at 256 rows.
 //
@@ -335,9 +335,9 @@ DEVICE void prepare(const Problem& p, u32 memory) {
                 u32 to = stage + COLUMNS + at * 8;
 #pragma unroll 1
                 for (int b = 0; b < BLOCKS; b += BATCH) {
-                    float s[BATCH], d[BATCH];
+                    u32 s[BATCH], d[BATCH];
 #pragma unroll
-                    for (int e = 0; e < BATCH; e++) s[e] = scale_in(scale + e * SCALE_BYTES), d[e] = load_shared4(delta + e * DELTA_BYTES);
+                    for (int e = 0; e < BATCH; e++) s[e] = stored_scale(scale + e * SCALE_BYTES), d[e] = load_shared4(delta + e * DELTA_BYTES);
 #pragma unroll
                     for (int e = 0; e < BATCH; e++) store_shared8(to + e * 512, ready_column(s[e], d[e]));
                     scale += BATCH * SCALE_BYTES, delta += BATCH * DELTA_BYTES, to += BATCH * 512;
@@ -564,7 +564,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int two = (i + turn) % 4, from = (piece / 2 - two + 4) % 4;
-            v[i] = __float_as_uint(load_shared4(at + from * 32 + piece % 2 * 16 + two * 4));
+            v[i] = load_shared4(at + from * 32 + piece % 2 * 16 + two * 4);
         }
         const bool odd = turn & 1, far = turn & 2;
         const u32 w[4] = {odd ? v[3] : v[0], odd ? v[0] : v[1], odd ? v[1] : v[2], odd ? v[2] : v[3]};

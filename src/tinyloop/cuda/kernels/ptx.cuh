@@ -21,6 +21,9 @@ DEVICE float f32_of_half(u16 h) {
     return f;
 }
 
+DEVICE float low_f16(u32 v) { return f32_of_half((u16)v); }
+DEVICE float high_f16(u32 v) { return f32_of_half((u16)(v >> 16)); }
+
 DEVICE float f32_of(u16 v) {  // the kernel's 16-bit type
 #if BF16
     return __uint_as_float((u32)v << 16);
@@ -134,9 +137,9 @@ DEVICE u16 load_shared2(u32 at) {
     return v;
 }
 
-DEVICE float load_shared4(u32 at) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+DEVICE u32 load_shared4(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 }
 

@@ -22,6 +22,7 @@
 //   fold    (DECODE 0)  fragments are exact integers q − MIDDLE. After each group  acc += scale·part + rest·Σx,  with Σx
 //                       from one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of
 //                       accumulators, so few rows only.
+//                       Of one row the other seven of its mma are free: they take other groups, and eight fold as one.
 //   decode  (DECODE 1)  fragments are W itself in 16 bits, rounded as weight.cuh says.
 // With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
 //
@@ -36,6 +37,9 @@
 #define STAGES 4
 #define DECODE 0
 #define PAIR 0
+#endif
+#ifndef ONE_ROW
+#define ONE_ROW 0 // x has one, and groups are HALVES: fold eight of them at once
 #endif
 #ifndef HALVES
 #define HALVES 0  // groups begin at multiples of 32 of k, not of 64: parameters twice per chunk
@@ -122,37 +126,58 @@ DEVICE void integers(u32 (&a)[4], u32 w) {
 }
 #endif
 
-// Parameters of the eight columns of a lane, i ↔ column 8i + r of the 64, from where they begin:
-// W = (q − MIDDLE)·scale + rest.
-struct Params {
-    float scale[8], rest[8];
+// Parameters of COUNT of the eight columns of a lane, i ↔ column 8i + r of the 64, as they stand in a stage.
+template <int COUNT> struct Stored {
+    static constexpr int WORDS_OF_SCALE = COUNT * SCALE_BYTES / 256;
+    u32 scales[WORDS_OF_SCALE], deltas[COUNT];
+
+    DEVICE void load(u32 at, int r, int first) {  // COLUMN has them elsewhere
+        load_words(scales, at + (r * 8 + first) * (SCALE_BYTES / 64));
+        if (!SYMMETRIC) load_words(deltas, at + SCALE_BYTES + (r * 8 + first) * 4);
+    }
+
+    DEVICE u32 scale(int i) const { return SCALE32 ? scales[i % WORDS_OF_SCALE] : scales[i / 2 % WORDS_OF_SCALE] >> i % 2 * 16 & 0xffff; }
+    DEVICE u32 delta(int i) const { return SYMMETRIC ? 0 : deltas[i]; }
 };
 
-DEVICE void load_params(Params& p, u32 at, int r) {
+// Of all eight, for `fold`: W = (q − MIDDLE)·scale + rest.
+struct Params {
+    float scale[8], rest[8];
+
+    DEVICE void set(int i, u32 stored_scale, u32 delta) {
+        scale[i] = scale_of(stored_scale);
+        rest[i] = delta_of(scale[i], delta);
+        if (MIDDLE != 8) rest[i] = fmaf(MIDDLE - 8, scale[i], rest[i]);  // for 8 δ is what is left of W
+    }
+
+    DEVICE explicit Params(const Stored<8>& from) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) set(i, from.scale(i), from.delta(i));
+    }
+
+    DEVICE Params(u32 at, int r) {
 #if COLUMN
 #pragma unroll
-    for (int i = 0; i < 8; i++) p.scale[i] = scale_at(at, r, i), p.rest[i] = delta_at(at + SCALE_BYTES, r, i);
+        for (int i = 0; i < 8; i++) set(i, scale_at(at, r, i), delta_at(at + SCALE_BYTES, r, i));
 #else
-    constexpr int COUNT = SCALE_BYTES / 32;  // words that hold a lane's eight scales
-    u32 scale[COUNT], delta[8] = {};
-    load_words(scale, at + r * (COUNT * 4));
-    if (!SYMMETRIC) load_words(delta, at + SCALE_BYTES + r * 32);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        p.scale[i] = SCALE32 ? __uint_as_float(scale[i % COUNT]) : f32_of_half((u16)(scale[i / 2 % COUNT] >> i % 2 * 16));
-        p.rest[i] = __uint_as_float(delta[i]);
-    }
+        Stored<8> stored;
+        stored.load(at, r, 0);
+        *this = Params(stored);
 #endif
-    if constexpr (MIDDLE != 8) {  // for which δ is what is left of W
-#pragma unroll
-        for (int i = 0; i < 8; i++) p.rest[i] = fmaf(MIDDLE - 8, p.scale[i], p.rest[i]);
     }
-}
+};
 
-// Those of a warp's words, from column `first` on, ready for `weights`. Each of the four lanes with these columns computes
-// its share; one group over K is begun once, and there each computes all.
+// Those of a warp's words, from column `first` on, ready for `weights`. Where that takes more than two instructions, each
+// of the four lanes with these columns computes its share and hands it on; one group over K is begun once, and there each
+// computes all.
 DEVICE void load_columns(uint2 (&c)[2 * WORDS], u32 at, int first, int lane) {
     const int r = lane >> 2;
+#if IN_PARTS && !BF16
+    Stored<2 * WORDS> stored;
+    stored.load(at, r, first);
+#pragma unroll
+    for (int i = 0; i < 2 * WORDS; i++) c[i] = ready_column(stored.scale(i), stored.delta(i));
+#else
     auto ready = [&](int i) { return ready_column(scale_at(at, r, first + i), delta_at(at + SCALE_BYTES, r, first + i)); };
 #if COLUMN
 #pragma unroll
@@ -164,6 +189,7 @@ DEVICE void load_columns(uint2 (&c)[2 * WORDS], u32 at, int first, int lane) {
     for (int e = 0; e < OWN; e++) own[e] = ready((lane & 3) * OWN + e);
 #pragma unroll
     for (int i = 0; i < 2 * WORDS; i++) c[i] = make_uint2(from_quad(own[i % OWN].x, i / OWN), from_quad(own[i % OWN].y, i / OWN));
+#endif
 #endif
 }
 
@@ -222,7 +248,7 @@ struct Loader {
         units_per_group = p.units_per_group;
         units_left = units_per_group - unit0 % units_per_group;
         param_step = kept_wide((i64)p.blocks64 * (scale ? SCALE_BYTES : 256));
-        params = (scale ? w.S + lane * 16 : (const u8*)w.delta + (lane - SCALE_PIECES) * 16) + group * param_step +
+        params = (scale ? w.S + lane * 16 : w.delta + (lane - SCALE_PIECES) * 16) + group * param_step +
                  (i64)block64 * (scale ? SCALE_BYTES : 256);
         param_to = kept(X_BYTES + W_BYTES + own * UNITS * PARAM_BYTES + lane * 16);
         in_params = kept((u32)(in_weight && step == 0 && lane < PARAM_PIECES));
@@ -335,6 +361,55 @@ DEVICE void fold(float (&acc)[WORDS][MT][4], float (&part)[WORDS][MT][4], float 
     }
 }
 
+#if ONE_ROW
+static_assert(HALVES && MT == 1 && !DECODE && !SYMMETRIC, "a chunk is two of the eight");
+// Eight units of k, each a row of the mma's sums: for unit u, row u of the fragment of x is x, and the others are zeros. A
+// lane has the sums of two rows, and the parameters of these units.
+struct Eight {
+    Stored<8> own[2];
+    int unit = 0;  // the chunk's first
+
+    // Where the lane that reads row j finds it for unit u of the chunk: at row j ^ (unit + u) of the stage, of whose rows
+    // the first is x and the others are zeros.
+    DEVICE u32 row(u32 at, int u) const { return at ^ ((unit + u) * 0x90); }
+
+    DEVICE void load(u32 at, int u, int lane) {
+        if ((lane & 3) == unit / 2) own[u].load(at, lane >> 2, 0);
+    }
+
+    // Whether eight are complete, or all are done.
+    DEVICE bool advance(bool last) {
+        unit = (unit + UNITS) % 8;
+        return unit == 0 || last;
+    }
+
+    // acc += scale·part + rest·Σx of this lane's units, in the first of its rows, and both sums begin anew.
+    DEVICE void fold(float (&acc)[WORDS][MT][4], float (&part)[WORDS][MT][4], float (&sum)[MT][4]) const {
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const Params g(own[u]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float &to = acc[i / 2][0][i % 2 * 2], &from = part[i / 2][0][i % 2 * 2 + u];
+                to = fmaf(g.scale[i], from, fmaf(g.rest[i], sum[0][u], to));
+                from = 0.f;
+            }
+        }
+        sum[0][0] = sum[0][1] = sum[0][2] = sum[0][3] = 0.f;
+    }
+
+    // The sums of all units, in all lanes of the same columns.
+    DEVICE static void add(float (&acc)[WORDS][MT][4]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float& v = acc[i / 2][0][i % 2 * 2];
+            v += __shfl_xor_sync(0xffffffff, v, 1);
+            v += __shfl_xor_sync(0xffffffff, v, 2);
+        }
+    }
+};
+#endif
+
 // What a lane takes of a step from shared memory: its words, and fragments of x.
 struct Step {
     u32 word[WORDS], x[MT][2];
@@ -356,7 +431,11 @@ DEVICE void team_product(float (&acc)[WORDS][MT][4], const Problem& p, Loader& l
     const u32 one = BF16 ? 0x3f803f80 : 0x3c003c00;
     const u32 ones[4] = {one, one, one, one};
 #endif
+#if ONE_ROW
+    Eight eight = {};
+#else
     int units_left = p.units_per_group - first * UNITS % p.units_per_group;
+#endif
 #else
     uint2 columns[2 * WORDS];
     int units_left = 0, units = p.units_per_group - first * UNITS % p.units_per_group;  // of this group and of the next
@@ -410,7 +489,11 @@ DEVICE void team_product(float (&acc)[WORDS][MT][4], const Problem& p, Loader& l
 #endif
             Step& s = steps[AHEAD ? step % 2 : 0];
             if (!AHEAD) {
+#if ONE_ROW
+                s.load(now + words_at, now + eight.row(x_at, u), step);
+#else
                 s.load(now + words_at, now + x_at, step);
+#endif
             } else if (step + 1 < STEPS) {
                 steps[(step + 1) % 2].load(now + words_at, now + x_at, step + 1);
             } else if (chunks > 0) {  // all of this chunk is in registers
@@ -435,15 +518,21 @@ DEVICE void team_product(float (&acc)[WORDS][MT][4], const Problem& p, Loader& l
 #pragma unroll
             for (int i = 0; i < MT; i++) mma(sum[i], ones, s.x[i][0], s.x[i][1]);
 #endif
+#if ONE_ROW
+            if (step % UNIT_STEPS == 0) eight.load(params, u, lane);
+            if (step == STEPS - 1 && eight.advance(chunks == 0)) eight.fold(acc, part, sum);
+#else
             if (step % UNIT_STEPS == UNIT_STEPS - 1 && (--units_left == 0 || (chunks == 0 && u == UNITS - 1))) {
-                Params g;
-                load_params(g, params, lane >> 2);
-                fold(acc, part, sum, g);
+                fold(acc, part, sum, Params(params, lane >> 2));
                 units_left = p.units_per_group;
             }
 #endif
+#endif
         }
     }
+#if ONE_ROW
+    Eight::add(acc);
+#endif
     wait_copies<0>();
 }
 

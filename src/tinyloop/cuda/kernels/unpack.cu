@@ -5,16 +5,11 @@
 //
 // [N, K] is the order in which cuBLAS multiplies x [M, K] fastest.
 
-#ifndef SCALE32
-#define SCALE32 0
-#define COLUMN 0
-#endif
-
 struct Unpack {
-    const uint4* B;      // [K/16][blocks64][32]
-    const void* S;       // [groups][64·blocks64] fp16 or fp32, permuted
-    const float* delta;  // as S
-    u16* W;              // [N][ldw]
+    const uint4* B;    // [K/16][blocks64][32]
+    const void* S;     // [groups][64·blocks64] fp16 or fp32, permuted
+    const u32* delta;  // as S
+    u16* W;            // [N][ldw]
     i64 ldw;
     int N, K, blocks64, chunks, group_size;  // group_size is a multiple of 32, or at least K
 };
@@ -42,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unpack(const Unpack p) 
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const i64 at = run + place(8 * i + r);
-                scale[i] = SCALE32 ? ((const float*)p.S)[at] : f32_of_half(((const u16*)p.S)[at]);
-                zero[i] = fmaf(-8.f, scale[i], p.delta[at]);
+                scale[i] = scale_of(SCALE32 ? ((const u32*)p.S)[at] : ((const u16*)p.S)[at]);
+                zero[i] = fmaf(-8.f, scale[i], delta_of(scale[i], p.delta[at]));
             }
         }
         const uint4 words = p.B[((i64)(chunk * 4 + s) * p.blocks64 + block) * 32 + lane];

@@ -7,6 +7,9 @@
 #ifndef SCALE32
 #define SCALE32 0  // scales are fp32, where fp16 would lose bits
 #endif
+#ifndef IN_PARTS
+#define IN_PARTS 0 // δ is in two parts, as 16-bit arithmetic takes it
+#endif
 #ifndef COARSE
 #define COARSE 0   // bf16 holds every scale, too
 #endif
@@ -17,10 +20,10 @@
 constexpr int SCALE_BYTES = SCALE32 ? 256 : 128, DELTA_BYTES = SYMMETRIC ? 0 : 256;  // of 64 columns
 
 struct Weight {
-    const uint4* B;      // [K/16][N/64][32 lanes]
-    const u8* S;         // [groups][N] fp16 or fp32, permuted
-    const float* delta;  // [groups][N], permuted alike
-    const u16* bias;     // [N], or null
+    const uint4* B;   // [K/16][N/64][32 lanes]
+    const u8* S;      // [groups][N] fp16 or fp32, permuted
+    const u8* delta;  // [groups][N] four bytes, permuted alike
+    const u16* bias;  // [N], or null
 };
 
 // Byte offset of column 8i + r within a run of 64 parameters of SIZE bytes.
@@ -29,17 +32,19 @@ template <int SIZE> DEVICE u32 param_offset(int r, int i) {
     return (r * 8 + i) * SIZE;
 }
 
-DEVICE float scale_in(u32 at) {
-#if SCALE32
-    return load_shared4(at);
-#else
-    return f32_of_half(load_shared2(at));
-#endif
+DEVICE u32 stored_scale(u32 at) { return SCALE32 ? load_shared4(at) : load_shared2(at); }
+
+DEVICE u32 scale_at(u32 run, int r, int i) { return stored_scale(run + param_offset<SCALE_BYTES / 64>(r, i)); }
+
+DEVICE u32 delta_at(u32 run, int r, int i) { return DELTA_BYTES == 0 ? 0 : load_shared4(run + param_offset<4>(r, i)); }
+
+DEVICE float scale_of(u32 stored) { return SCALE32 ? __uint_as_float(stored) : low_f16(stored); }
+
+// δ is fp32, or in two parts (8 − z)·scale + rest, z being the whole number next to where W crosses zero: 8 − z in fp16 in
+// the upper half, rest in fp16 in the lower.
+DEVICE float delta_of(float scale, u32 stored) {
+    return IN_PARTS ? fmaf(high_f16(stored), scale, low_f16(stored)) : __uint_as_float(stored);
 }
-
-DEVICE float scale_at(u32 run, int r, int i) { return scale_in(run + param_offset<SCALE_BYTES / 64>(r, i)); }
-
-DEVICE float delta_at(u32 run, int r, int i) { return SYMMETRIC ? 0.f : load_shared4(run + param_offset<4>(r, i)); }
 
 // A column's parameters as `weights` takes them, and in eight bytes, as they are kept: 16-bit arithmetic, unless the pack
 // has scales in fp32.
@@ -50,8 +55,9 @@ struct Column {
     float step, base;
 };
 
-DEVICE uint2 ready_column(float scale, float delta) {
-    return make_uint2(__float_as_uint(128.f * scale), __float_as_uint(fmaf(-136.f, scale, delta)));
+DEVICE uint2 ready_column(u32 scale, u32 delta) {
+    const float s = scale_of(scale);
+    return make_uint2(__float_as_uint(128.f * s), __float_as_uint(fmaf(-136.f, s, delta_of(s, delta))));
 }
 
 DEVICE Column column(uint2 v) { return Column{__uint_as_float(v.x), __uint_as_float(v.y)}; }
@@ -86,22 +92,35 @@ struct Column {  // each constant twice, for two weights at a time
 #endif
 };
 
-DEVICE uint2 ready_column(float scale, float delta) {
+#if IN_PARTS && !BF16
+DEVICE uint2 ready_column(u32 scale, u32 delta) {
+    return make_uint2(__byte_perm(scale, delta, 0x5410), add2(high_twice(delta), 0xd480e408));  // −1032, −72
+}
+#else
+DEVICE uint2 ready_column(u32 scale, u32 delta) {
+    const float s = scale_of(scale);
+#if IN_PARTS
+    const float eight = high_f16(delta), rest = low_f16(delta);  // 8 − z
+#else
 #if BF16
     const float limit = 100.f;  // to which −(128 + z) is exact. MarlinWeight.of sees to it that weights keep it
 #else
     const float limit = 1000.f;
 #endif
     const float whole = 12582912.f;  // a sum with 1.5·2²³ has no room for less than whole numbers
-    const float shifted = fmaf(delta, reciprocal(scale), whole);  // of scale 0 a limit comes, and any number would do
-    const float eight = fmaxf(whole - limit, fminf(shifted, whole + limit)) - whole;  // 8 − z
-    const u32 first = pack2(scale, fmaf(-eight, scale, delta));
+    const float d = __uint_as_float(delta);
+    const float shifted = fmaf(d, reciprocal(s), whole);  // of scale 0 a limit comes, and any number would do
+    const float eight = fmaxf(whole - limit, fminf(shifted, whole + limit)) - whole;
+    const float rest = fmaf(-eight, s, d);
+#endif
+    const u32 first = pack2(s, rest);
 #if BF16
-    return make_uint2(first, pack2(eight - 136.f, scale - low_half(first)));
+    return make_uint2(first, pack2(eight - 136.f, s - low_half(first)));
 #else
-    return make_uint2(first, add2(pack2(eight, eight), 0xd480e408));  // −1032, −72
+    return make_uint2(first, add2(pack2(eight, eight), 0xd480e408));
 #endif
 }
+#endif
 
 DEVICE Column column(uint2 v) { return Column{low_twice(v.x), high_twice(v.x), low_twice(v.y), high_twice(v.y)}; }
 
