@@ -248,11 +248,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     cuda = device == "cuda"
     dtype = getattr(torch, options.dtype) if options.dtype else torch.float16 if cuda else dispatch.default_dtype()
     rows = options.rows or (ROWS if cuda else CPU_ROWS)
+    scales = getattr(torch, options.scales or ("bfloat16" if dtype == torch.bfloat16 else "float16"))
     print("| K×N | M | dense µs | INT4 µs | kernel | ratio | GB/s | of floor | error | dense error |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     results = []
     for K, N in options.shapes or (SHAPES if cuda else CPU_SHAPES):
-        w = pack(weight(K, N, options.group, device, getattr(torch, options.scales)))
+        w = pack(weight(K, N, options.group, device, scales))
         packs = copies(w) if cuda else [w]
         for M in rows:
             x = torch.randn(M, K, device=device).to(dtype)
@@ -338,7 +339,10 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [count(m) for m in text.split(",")], help="1,16,…")
     parser.add_argument("--group", type=group_size, default=128, help="group size; -1: one group over K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
-    parser.add_argument("--scales", choices=("float16", "bfloat16"), default="float16", help="what holds the scales")
+    parser.add_argument(
+        "--scales", choices=("float16", "bfloat16"),
+        help="what holds the scales; else as quantising makes them: bfloat16 for weights in it",
+    )  # fmt: skip
     parser.add_argument("--kernels", action="store_true", help="time every INT4 kernel of the chip too")
     parser.add_argument("--tiles", action="store_true", help="time every tile of the chosen kernel too")
     parser.add_argument("--pair", action="store_true", help="time the correction pair against the symmetric product")

@@ -122,6 +122,40 @@ def test_short_last_group_may_come_first() -> None:
     assert torch.equal(gptq_quantize(W, H, spec).codes().double(), reference(W, H, spec)[0])
 
 
+def held(scale: torch.Tensor) -> list[bool]:
+    """Whether fp16 and bf16 hold every scale."""
+    return [torch.equal(scale.to(t).float(), scale) for t in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("integer_zero", [False, True])
+def test_scales_are_as_fine_as_the_weight(integer_zero: bool) -> None:
+    """A weight in bf16 gets scales that bf16 and fp16 hold, unless asked for others."""
+    W, H = problem(256, 64, seed=3)
+    for dtype, asked, want in (
+        (torch.float32, None, [True, False]),
+        (torch.float16, None, [True, False]),
+        (torch.float16, "bfloat16", [True, True]),
+        (torch.bfloat16, None, [True, True]),
+        (torch.bfloat16, "float16", [True, False]),
+    ):
+        spec = QuantSpec(32, integer_zero, scales=asked)
+        for w in (gptq(W.to(dtype), H, spec).weight, nearest(W.to(dtype), spec)):
+            assert held(w.scale.float()) == want, (dtype, asked)
+    with pytest.raises(InputError, match=r"scales='float8' is none of None, 'float16', 'bfloat16'"):
+        QuantSpec(scales="float8")
+
+
+@pytest.mark.parametrize("integer_zero", [False, True])
+def test_scales_of_bf16_cost_nothing(integer_zero: bool) -> None:
+    """Codes are chosen for the scale as it is: one weight's loss differs by 2 % either way, on average it does not."""
+    ratios = []
+    for seed in range(8):
+        W, H = problem(256, 64, seed)
+        fine, coarse = (QuantSpec(32, integer_zero, scales=scales) for scales in ("float16", "bfloat16"))
+        ratios.append(gptq(W, H, coarse).loss / gptq(W, H, fine).loss)
+    assert 0.97 < sum(ratios) / len(ratios) < 1.03
+
+
 @given(st.integers(0, 999), st.sampled_from([16, 32, 64, None]), st.booleans(), st.booleans())
 def test_loses_less_than_rounding(seed: int, G: int | None, integer_zero: bool, order: bool) -> None:
     W, H = problem(64, 32, seed)

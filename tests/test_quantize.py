@@ -23,6 +23,7 @@ import tinyloop as tl
 from helpers import LOOPED, ids_of, tiny_checkpoint
 from tinyloop.config import Segment
 from tinyloop.errors import InputError, NumericalError
+from tinyloop.marlin import MarlinWeight
 from tinyloop.quantize import Calibration, Output, QuantSpec, Settings, convert, gptq, pipeline, quantize, store
 from tinyloop.quantize.calibration import BUNDLED, bundled, sample
 from tinyloop.score import Protocol, score
@@ -55,6 +56,23 @@ def same(a: tl.Checkpoint, b: tl.Checkpoint) -> None:
 
 
 # What it makes.
+
+
+@pytest.mark.parametrize("method", ["gptq", "nearest"])
+def test_a_checkpoint_in_bf16_gets_scales_that_bf16_holds(dense: tl.Checkpoint, method: str) -> None:
+    """So that on a GPU products in bf16 are as fast as in fp16."""
+    weights = {n: DenseWeight(w.weight.bfloat16()) for n, w in dense.weights.items() if isinstance(w, DenseWeight)}
+    settings = Settings(QuantSpec(32), method)
+    made = [
+        quantize(c, settings=settings, calibration=SHORT) for c in (dense, dataclasses.replace(dense, weights=weights))
+    ]
+    coarse = [
+        {MarlinWeight.of(w).coarse for w in found.checkpoint.weights.values() if isinstance(w, QuantWeight)}
+        for found in made
+    ]
+    assert coarse == [{False}, {True}]
+    if method == "gptq":
+        assert made[1].report.perplexity_after == pytest.approx(made[0].report.perplexity_after, rel=0.02)
 
 
 def test_file_loads_and_scores(dense: tl.Checkpoint, whole: tl.Checkpoint, tmp_path: Path) -> None:

@@ -130,6 +130,15 @@ def test_rounding_in_place() -> None:
     assert error(logits(model, tokens()), logits(densified(model), tokens())) < 1e-5
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_model_in_bf16_gets_scales_that_bf16_holds(calibrated: bool) -> None:
+    for dtype, coarse in ((torch.float32, False), (torch.bfloat16, True)):
+        model = llama().to(dtype)
+        tl.quantize_(model, SPEC, tokens(4, 16) if calibrated else None)
+        scale = model.model.layers[0].mlp.down_proj.quant_weight.scale
+        assert torch.equal(scale.bfloat16().float(), scale.float()) == coarse
+
+
 def test_gptq_in_place_beats_rounding() -> None:
     """On tokens it did not see; and its layers' own losses are told."""
     dense, rounded, calibrated = llama(), llama(), llama()

@@ -248,6 +248,7 @@ class _Run:
         old, spec = self.model.get_submodule(name), self.wanted[name]
         W, H = _matrix(old), H.cpu()
         done = gptq(W, H, spec, _bias(old))
+        W = W.float()
         energy = float((W * (H @ W)).sum(dtype=torch.float64))
         relative = done.loss / energy if energy else 0.0
         self._place(name, done.weight, relative if math.isfinite(relative) else None, done.note)
@@ -303,9 +304,9 @@ def _until_stopped(run: Callable[[], Any]) -> None:
         run()
 
 
-def _matrix(m: nn.Module) -> Tensor:  # fp32 [K, N]
+def _matrix(m: nn.Module) -> Tensor:  # the weight's dtype [K, N]
     weight: Tensor = m.weight  # type: ignore[assignment]
-    return (weight if is_transposed(m) else weight.t()).detach().float().cpu()
+    return (weight if is_transposed(m) else weight.t()).detach().cpu()
 
 
 def _bias(m: nn.Module) -> Tensor | None:

@@ -12,6 +12,7 @@ within a group likewise; a group's parameters are set from its weights as they t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class QuantSpec:
     fp16 number, which fits one-sided groups better. `clip`: shrink a group's range where that lowers its error.
     `order`: visit inputs by energy. `damp`: share of the mean energy that is added to every input's, more if H is
     singular even so. `channel` "sign_bit" or "frac4" adds one for cross-iteration rounding: codes and errors are then
-    those of the mean over iterations.
+    those of the mean over iterations. `scales`: "float16" for scales of eleven bits, or "bfloat16" for such of eight,
+    which both types hold: with them products in bf16 are as fast as in fp16. None takes the latter for weights in bf16,
+    which have eight bits themselves.
     """
 
     group_size: int | None = 128
@@ -44,9 +47,12 @@ class QuantSpec:
     order: bool = True
     damp: float = 0.01
     channel: str | None = None
+    scales: str | None = None
 
     def __post_init__(self) -> None:
         rounding.check(self.channel)
+        if self.scales not in (None, "float16", "bfloat16"):
+            raise InputError(f"scales={self.scales!r} is none of None, 'float16', 'bfloat16'")
         if self.group_size is not None:
             whole("group_size", self.group_size, 1, ", or None for one group per column")
         if not 0 < self.damp <= 1:
@@ -64,7 +70,7 @@ class Quantized:
 
 def nearest(W: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> QuantWeight:  # any float [K, N]
     """Round to nearest, without calibration."""
-    W = _checked(W)
+    spec, W = _with_scales(spec, W), _checked(W)
     G = spec.group_size or W.shape[0]
     return _finish(W, *_round_all(W, G, spec), G, spec, bias)
 
@@ -81,7 +87,7 @@ def gptq(W: Tensor, H: Tensor, spec: QuantSpec, bias: Tensor | None = None) -> Q
     under all the damping there is, the whole weight is rounded to nearest, and the note says so. Raises InputError for
     shapes that disagree and for weights that are not finite.
     """
-    W = _checked(W)
+    spec, W = _with_scales(spec, W), _checked(W)
     K = W.shape[0]
     if list(H.shape) != [K, K]:
         raise InputError(f"H has shape {list(H.shape)}; K={K} needs [{K}, {K}]")
@@ -101,6 +107,12 @@ def loss(W: Tensor, w: QuantWeight, H: Tensor) -> float:
     """tr((W − Ŵ)ᵀ H (W − Ŵ)): the squared error of the outputs, summed over what H was summed over."""
     error = W.float() - w.mean()
     return float((error * (H.float() @ error)).sum(dtype=torch.float64))
+
+
+def _with_scales(spec: QuantSpec, W: Tensor) -> QuantSpec:
+    if spec.scales is not None:
+        return spec
+    return dataclasses.replace(spec, scales="bfloat16" if W.dtype == torch.bfloat16 else "float16")
 
 
 def _checked(W: Tensor) -> Tensor:
@@ -229,20 +241,22 @@ def _affine(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]
     flat = low == high
     if spec.integer_zero:
         raw = (high.clamp(min=0) - low.clamp(max=0)) / LEVELS
-        scale = torch.where(flat, low.abs(), _half(raw))  # constant: code 1 over z = 0, or code 0 over z = 1
+        # constant: code 1 over z = 0, or code 0 over z = 1
+        scale = torch.where(flat, low.abs(), _kept(raw, spec.scales))
         scale = torch.where(scale == 0, 1.0, scale)
         return scale, -(-low / scale).round().clamp(0, LEVELS) * scale
     raw = (high - low) / LEVELS
-    scale = _half(raw)
+    scale = _kept(raw, spec.scales)
     zero = low.to(torch.float16).float()
     zero = torch.where((zero - low).abs() <= scale / 16, zero, low)  # a narrow group far from 0 needs fp32
     flat |= scale == 0
     return torch.where(flat, 1.0, scale), torch.where(flat, low, zero)
 
 
-def _half(scale: Tensor) -> Tensor:
-    """scale rounded to fp16, except where fp16 would hold it with fewer than 11 bits or not at all."""
-    half = scale.to(torch.float16).float()
+def _kept(scale: Tensor, scales: str | None) -> Tensor:
+    """scale rounded to fp16, or to the eight bits of bf16, except where fp16 would hold it with fewer than 11 bits or
+    not at all."""
+    half = scale.to(getattr(torch, scales or "float16")).to(torch.float16).float()
     return torch.where((scale >= 2.0**-14) & torch.isfinite(half), half, scale)
 
 

@@ -29,7 +29,7 @@ from ..layers import Places
 from ..model import Model
 from ..ops import quant_gemm
 from ..pack import PackedWeight, pack
-from ..weight import LinearWeight, QuantWeight
+from ..weight import DenseWeight, LinearWeight, QuantWeight
 from .gptq import Quantized, QuantSpec, gptq, nearest
 from .store import LayerReport, Store, digest
 
@@ -237,6 +237,7 @@ class _Run:
         for name in names:
             W, spec = _dense(self.checkpoint, name), _spec(self.checkpoint, self.settings, name)
             done: Quantized = gptq(W, H, spec, self.checkpoint.weights[name].bias)
+            W = W.float()
             energy = float((W * (H @ W)).sum(dtype=torch.float64))
             relative = done.loss / energy if energy else 0.0
             finite = relative if math.isfinite(relative) else None
@@ -296,8 +297,9 @@ def _segments(config: ModelConfig) -> Iterator[tuple[Segment, int]]:
         first += segment.layers
 
 
-def _dense(checkpoint: Checkpoint, name: str) -> Tensor:  # fp32 [K, N]
-    return checkpoint.weights[name].dequantize()
+def _dense(checkpoint: Checkpoint, name: str) -> Tensor:  # [K, N], a dense weight's dtype, which its scales may follow
+    w = checkpoint.weights[name]
+    return w.dequantize(w.weight.dtype) if isinstance(w, DenseWeight) else w.dequantize()
 
 
 def _spec(checkpoint: Checkpoint, settings: Settings, name: str) -> QuantSpec:
