@@ -71,7 +71,8 @@ def copies(w: PackedWeight) -> list[PackedWeight]:
 def replayed(*sets: Sequence[Call]) -> list[float]:
     """µs per call of each set: median of seven replays of a graph that holds all its calls. Sets take turns, replay by
     replay, so that none has the chip cooler or its clocks higher than another."""
-    graphs = [captured(calls) for calls in sets]
+    pool = torch.cuda.graph_pool_handle()  # for all, since they run one after another
+    graphs = [captured(calls, pool) for calls in sets]
     for graph, _ in graphs:
         graph.replay()
     times: list[list[float]] = [[] for _ in graphs]
@@ -85,13 +86,13 @@ def replayed(*sets: Sequence[Call]) -> list[float]:
     return [statistics.median(t) for t in times]
 
 
-def captured(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+def captured(calls: Sequence[Call], pool: Any) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph that holds all calls, several times where they are short, and how many it holds."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
     turns, graph = max(1, min(40, int(20e3 / eager(calls[:2]))) // len(calls)), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(turns):
             for call in calls:
                 call()

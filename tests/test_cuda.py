@@ -254,17 +254,23 @@ def test_ker01_a_thousand_repeats(M: int, N: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("N", "G"), [(328, 32), (136, 96), (72, 160)])
-def test_one_row_of_small_groups(N: int, G: int, dtype: torch.dtype) -> None:
-    """Eight groups at a time: any number of them to a team, whole and in slices, and rows of x that are not there."""
+def test_one_row_of_small_groups(N: int, G: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight units of 32 k at a time: any number of them to a team, whole and in slices, and rows of x that are not
+    there."""
+    one_row, define = [], gemm.defines
+    monkeypatch.setattr(gemm, "defines", lambda c, **flags: one_row.append(flags["ONE_ROW"]) or define(c, **flags))
+    gemm._launcher.cache_clear()
     folding = [c for c in variants((launch.chip(0),), (False,), (True,)) if c.MT == 1 and not c.DECODE]
-    assert folding
     on_hopper = torch.cuda.get_device_capability() == HOPPER
-    for K in (32, 96, 264, 1056, 4304):
-        w = weight(K, N, min(G, K))
+    for K in (192, 264, 1056, 4304):
+        w = weight(K, N, G)
         m = MarlinWeight.of(w)
+        assert m.in_parts == (G != 96)
         x = activations(1, K, 1.0, dtype)
         for c, splits, cluster in ((c, s, k) for c in folding for s in (1, 2, 8) for k in {False, on_hopper and s > 1}):
             check(w, x, gemm.product(x, m, config=replace(c, splits=splits, cluster=cluster)))
+    assert one_row
+    assert all(one_row)
 
 
 def test_ker08_a_row_alone_and_among_others() -> None:

@@ -6,6 +6,8 @@ from the files and evaluated here: what changes on one side alone is found on an
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from functools import cache
@@ -156,7 +158,7 @@ def intrinsics(bf16: bool, **macros: bool) -> dict[str, Any]:
         "low_f16": lambda w: number_of_halves(False)(w)[0],
         "high_f16": lambda w: number_of_halves(False)(w)[1],
         "scale_of": lambda w: w.view(np.float32) if macros.get("SCALE32") else number_of_halves(False)(w)[0],
-        "delta_of": lambda _, w: w.view(np.float32),  # in fp32, as beside scales in fp32
+        "delta_of": called("DEVICE float delta_of(float scale, u32 stored)", "scale", "stored"),
         "make_uint2": lambda x, y: SimpleNamespace(x=x, y=y),
         "ready_column": called("DEVICE uint2 ready_column(u32 scale, u32 delta)", "scale", "delta"),
         "column": called("DEVICE Column column(uint2 v)", "v"),
@@ -295,6 +297,30 @@ def test_centred_weights_err_no_more_than_rounded_ones(bf16: bool, coarse: bool,
     for mean in (0.0, 1.0):
         x = torch.randn(64, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + mean
         assert (x @ (got - W)).norm() <= 1.1 * (x @ (rounded - W)).norm()
+
+
+@pytest.mark.parametrize("G", [32, 64])
+def test_kernels_read_delta_as_it_is_packed(G: int) -> None:
+    """For folding: zero + 8·scale, in two parts to half a unit of the eleven bits of half a scale, whole to fp32's."""
+    weight = random_quant_weight(256, 128, G, seed=1)
+    scale = weight.scale.half().float()
+    m = MarlinWeight.of(dataclasses.replace(weight, scale=scale))
+    assert m.in_parts == (G == 32)
+    names = intrinsics(False, IN_PARTS=m.in_parts)
+    read = names["delta_of"](names["scale_of"](parameters(m, m.S)), parameters(m, m.delta))  # [groups, N/64, lane, i]
+    by_column = read.reshape(-1, 2, 8, 4, 8)[:, :, :, 0].transpose(0, 1, 3, 2).reshape(-1, 128)  # column 8i + r
+    want = weight.zero.double() + 8 * scale.double()
+    bound = 2.0**-12 * scale.double() if m.in_parts else 2.0**-24 * want.abs()
+    assert ((torch.from_numpy(by_column.copy()).double() - want).abs() <= bound * 1.001).all()
+
+
+def test_one_row_is_read_as_any_of_eight() -> None:
+    """Row j of a fragment for unit v is row j ^ v of the stage, each sixteen bytes of it where they are swapped to."""
+    inside = body("tensor_core.cu", "DEVICE u32 row(u32 at, int u) const", False, ONE_ROW=True, HALVES=True)
+    offset = body("tensor_core.cu", "DEVICE u32 x_offset(int row, int unit)", False)
+    for first, u, j, unit in itertools.product((0, 2, 4, 6), (0, 1), range(8), range(8)):
+        at, there = (evaluate(offset, {"row": row, "unit": unit}) for row in (j, j ^ (first + u)))
+        assert evaluate(inside, {"at": at, "unit": first, "u": u}) == there
 
 
 def test_weights_far_from_zero_keep_their_scales_in_fp32() -> None:

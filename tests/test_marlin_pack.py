@@ -202,6 +202,18 @@ def test_delta_in_two_parts(zeros: str) -> None:
         assert bool((lost > 0).any()) == (zeros == "any")
 
 
+def test_small_scales_lose_no_more_of_delta() -> None:
+    """Below 2⁻¹³ fp16 is short of places for the second part, so that scales are fp32 there, unless it is 0."""
+    g = torch.Generator().manual_seed(0)
+    z = 15 * torch.rand(4, 64, generator=g)
+    for exponent, whole, parts in ((-12, False, True), (-16, False, False), (-20, False, False), (-20, True, True)):
+        scale = torch.full((4, 64), 2.0**exponent)
+        zero = -(z.round() if whole else z) * scale
+        m = MarlinWeight.of(tl.QuantWeight.from_codes(codes(128, 64), scale, zero, 32))
+        assert m.in_parts == parts, exponent
+        assert bool(((m.unpack()[2] - zero).abs() <= 1.01 * 2.0**-12 * scale).all()), exponent
+
+
 def test_delta_is_whole_where_two_parts_would_lose_it() -> None:
     """Groups of 64; scales that fp16 does not hold; a group of scale 0 whose zero it does not."""
     scale, zero = torch.full((4, 64), 2.0**-6), torch.full((4, 64), -0.1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from .cuda.config import Chip, in_halves, wgmma_is_faster
+from .cuda.config import Chip, wgmma_is_faster
 
 if TYPE_CHECKING:
     from .dispatch import Problem
@@ -79,7 +79,7 @@ def _fp16_cache(p: Problem, on: Chip) -> str | None:
 def _tensor_core(p: Problem, on: Chip) -> str | None:
     if reason := int4_refusal(p, on):
         return reason
-    if on.capability == HOPPER and wgmma_is_faster(p.M, *padded(p), p.G != p.K and in_halves(p.G)):
+    if on.capability == HOPPER and wgmma_is_faster(p.M, *padded(p)):
         return f"M={p.M}: Hopper's own instructions are faster for so many rows of this weight"
     return _many_rows(p, on)
 

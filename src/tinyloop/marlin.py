@@ -21,9 +21,9 @@ arithmetic takes it, z being the whole number next to −zero/scale:
 
     delta = (8 − z)·scale + rest        int32: 8 − z in fp16 in the upper half, rest in fp16 in the lower one
 
-rest is half a scale at most. No bit is lost where fp16 holds zero, or where −zero/scale is whole; elsewhere the error
-is 2⁻¹² of a scale at most, or 2⁻²⁵, below which fp16 has nothing. It saves a division and sixteen exchanges between
-lanes a group, which counts where groups are small.
+rest is half a scale at most. No bit is lost where fp16 holds zero, or where −zero/scale is whole, elsewhere 2⁻¹² of a
+scale at most, or the scales stay in fp32. In fp16 it saves a division and sixteen exchanges between lanes a group, in
+bf16 the division, which counts where groups are small.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MarlinWeight:
 
     B: Tensor  # int32 [Kp/16, 2·Np]
     S: Tensor  # fp16 | fp32 [⌈Kp/G⌉, Np], permuted
-    delta: Tensor  # fp32, or int32 in two parts, as S
+    delta: Tensor  # int32 in two parts, where `of` makes it so, or fp32; as S
     K: int
     N: int
     group_size: int
@@ -420,12 +420,17 @@ def _delta(scale: Tensor, zero: Tensor) -> Tensor:  # → fp32, rounded once: 8�
     return torch.add(zero.float(), scale.float(), alpha=8)
 
 
-def _parts(scale: Tensor, zero: Tensor) -> Tensor:  # → int32, delta beside scales in fp16
+def _crossing(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:  # → fp32 z, a whole number, and rest
+    """Where W crosses zero: −zero/scale to the next whole number, and what W is there."""
     s, zero = scale.float(), zero.float()
     z = torch.where(s != 0, -zero / s, 0).round_()
-    halves = torch.empty(*s.shape, 2, dtype=torch.float16, device=s.device)
-    halves[..., 0] = zero + z * s  # exact before it is rounded: z·s has 18 bits, and is next to −zero
-    halves[..., 1] = 8 - z
+    return z, zero + z * s  # exact: z·s has 18 bits, and is next to −zero
+
+
+def _parts(scale: Tensor, zero: Tensor) -> Tensor:  # → int32, delta beside scales in fp16
+    z, rest = _crossing(scale, zero)
+    halves = torch.empty(*z.shape, 2, dtype=torch.float16, device=z.device)
+    halves[..., 0], halves[..., 1] = rest, 8 - z
     return halves.view(torch.int32).squeeze(-1)
 
 
@@ -435,16 +440,21 @@ def _holds(dtype: torch.dtype, scale: Tensor) -> bool:
 
 
 def _in_halves(weight: QuantWeight) -> bool:
-    """Whether the device format keeps scales in fp16: where it holds them exactly, and where W crosses zero within a
-    hundred scales of the middle, as arithmetic in 16 bits needs it (weight.cuh). In two parts delta is zero where the
-    scale is 0, which fp16 then holds too."""
+    """Whether the device format keeps scales in fp16: where it holds them exactly, where W crosses zero within a
+    hundred scales of the middle, as arithmetic in 16 bits needs it (weight.cuh), and where of a delta in two parts
+    2⁻¹² of a scale is lost at most. It would be more only where a scale is 0, or below 2⁻¹³."""
     if not _holds(torch.float16, weight.scale):
         return False
     parts = in_halves(marlin_group_size(weight.group_size, weight.K))
 
-    def fits(s: Tensor, z: Tensor) -> bool:
-        near = _delta(s, z).abs() <= 100 * s.float().abs()
-        return bool(torch.where(s != 0, near, z.half() == z if parts else True).all())
+    def fits(s: Tensor, zero: Tensor) -> bool:
+        size = s.float().abs()
+        if bool(((_delta(s, zero).abs() > 100 * size) & (s != 0)).any()):
+            return False
+        if not parts:
+            return True
+        _, rest = _crossing(s, zero)
+        return bool(((rest.half().float() - rest).abs() <= 2.0**-12 * size).all())
 
     return all(map(fits, _slabs(weight.scale), _slabs(weight.zero)))
 

@@ -103,8 +103,7 @@ def problem(w: PackedWeight, M: int, dtype: torch.dtype, exact: bool = False, ba
     mode = True if cpu else marlin_mode()
     return Problem(
         M, weight.N, weight.K, G, bits, dtype, not bare, w.keep_dense and not bare, exact, w.channel, w.iteration,
-        str(w.device), mode is not False, None if cpu else w.unpackable, w.coarse, w.scale32,
-        mode == REQUIRE,
+        str(w.device), mode is not False, None if cpu else w.unpackable, w.coarse, w.scale32, mode == REQUIRE,
     )  # fmt: skip
 
 

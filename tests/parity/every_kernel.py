@@ -1,9 +1,9 @@
 """Every kernel once or twice on small ragged shapes, against float64: what compute-sanitizer is run over.
 
     compute-sanitizer --tool memcheck python -m tests.parity.every_kernel
-    compute-sanitizer --tool racecheck --print-limit 0 python -m tests.parity.every_kernel --rows 3
+    compute-sanitizer --tool racecheck --print-limit 0 python -m tests.parity.every_kernel --rows 1,3
 
-    --rows 3,70    numbers of rows of x; racecheck is slow, and each number of rows is a run of all tiles
+    --rows 1,3,70  numbers of rows of x; racecheck is slow, and each number of rows is a run of all tiles
     --apart        without launches that overlap
 
 With PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees each tensor by itself, where else it sees torch's large blocks. By
@@ -79,7 +79,9 @@ def count_launches() -> Counter[str]:
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.parity.every_kernel")
-    parser.add_argument("--rows", type=lambda text: [int(M) for M in text.split(",")], default=[3, 70], metavar="M,…")
+    parser.add_argument(
+        "--rows", type=lambda text: [int(M) for M in text.split(",")], default=[1, 3, 70], metavar="M,…"
+    )
     parser.add_argument("--apart", action="store_true", help="without launches that overlap")
     return parser.parse_args(arguments)
 

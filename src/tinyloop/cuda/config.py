@@ -201,8 +201,7 @@ _FEW_HALVES = (
     _Few(1, 32, _ANY, 4, 4, 8),
     _Few(1, 64, _ANY, 16, 2, 2),
     _Few(1, 80, _ANY, 4, 4, 4),
-    _Few(1, 112, _ANY, 8, 3, 2),
-    _Few(1, 132, _ANY, 8, 4),
+    _Few(1, 132, _ANY, 8, 3, 2),
     _Few(1, 140, _ANY, 2, 4, 4, 2),
     _Few(1, 256, _ANY, 8, 3),
     _Few(1, 400, _ANY, 4, 4, 2),
@@ -263,9 +262,6 @@ _FEW_HALVES = (
     _Few(16, 256, _ANY, 8, 2, decode=True),
     _Few(16, 448, _ANY, 8, 2, 2, decode=True),
     _Few(16, _ANY, _ANY, 4, 2, warps=2, decode=True),
-    _Few(32, 12, 48),
-    _Few(32, 12, 144, 8, 2, 8, decode=True),
-    _Few(32, _ANY, _ANY),
 )
 # Before both for a pair, whose blocks are those of one of its weights.
 _FEW_PAIRS = (range(9, 17), range(67, _ANY), Config(2, 1, 2, 4, 3, True, 2, True))
@@ -299,13 +295,12 @@ def in_halves(group: int) -> bool:
     return group > 0 and group % CHUNK != 0
 
 
-def wgmma_is_faster(M: int, N: int, K: int, halves: bool = False) -> bool:
-    """Whether, on Hopper, hopper.cu is faster than tensor_core.cu for M rows, N and K as padded, groups that begin in
-    the middle of a chunk."""
-    return _few(M, N, K, False, halves, False) is None
+def wgmma_is_faster(M: int, N: int, K: int) -> bool:
+    """Whether, on Hopper, hopper.cu is faster than tensor_core.cu for M rows, N and K as padded."""
+    return _few(M, N, K) is None
 
 
-def _few(M: int, N: int, K: int, pair: bool, halves: bool, scale32: bool) -> Config | None:
+def _few(M: int, N: int, K: int, pair: bool = False, halves: bool = False, scale32: bool = False) -> Config | None:
     blocks, chunks = -(-N // 64), K // CHUNK
     rows, columns, of_pairs = _FEW_PAIRS
     if pair and M in rows and blocks in columns:
@@ -512,7 +507,6 @@ _HOPPER_TILES = (
     _Rated(HopperConfig(128, 3, 128), 0.570, False, 2, 0.98),
     _Rated(HopperConfig(256, 2, 128), 0.701, False, 4),
 )
-_EIGHT_RUNS = 1.1  # times the step, for the parameters
 _BEGIN, _TILE = 1.94, 0.82  # µs per launch, and per tile of a block
 # µs of a launch that pass on multiprocessors which the launch before has left free. Where another kind of kernel comes
 # next they do not, and what is chosen for them costs 0.2 to 1 µs too much at the worst.
@@ -534,11 +528,8 @@ def hopper_configs(K: int, group: int, fine: bool = False) -> tuple[tuple[Hopper
     """Every tile for K as padded and a group size, cut along K or not, with its µs per 64 k. Each block of a cluster
     has a chunk."""
 
-    def step(rated: _Rated) -> float:
-        return rated.step * (_EIGHT_RUNS if rated.tile.runs(group) == 8 else 1) * (rated.fine if fine else 1)
-
     return tuple(
-        (replace(rated.tile, SPLITS=splits, least=least), step(rated))
+        (replace(rated.tile, SPLITS=splits, least=least), rated.step * (rated.fine if fine else 1))
         for rated in _HOPPER_TILES
         for splits, least in ((1, 512), (1, WHOLE), *(((4, 512),) if rated.clusters else ()))
         if rated.tile.runs(group) <= rated.most_runs and (splits == 1 or splits * rated.tile.DEPTH <= K)

@@ -66,7 +66,7 @@ def ready(
     bf16, scale32 = dtype == torch.bfloat16, w.S.dtype == torch.float32
     c = config or choose(M, w.Np, w.Kp, chip(device), pair is not None, halves, scale32)
     one = replace(c, lead=0) if c.cluster else replace(c, splits=1, lead=0)
-    parts, one_row = w.in_parts and not symmetric, M == 1 and halves and not (c.DECODE or symmetric)
+    parts, one_row = w.in_parts and not symmetric, M == c.MT == 1 and halves and not (c.DECODE or symmetric)
     run = _launcher(one, device, bf16, scale32, column, halves, symmetric, pair is not None, parts, one_row)
     p = _Problem(M=M, N=w.N, K=w.K, blocks64=w.Np // 64, chunks=w.Kp // CHUNK)
     p.units_per_group = (1 << 30) if column else w.group_size // (CHUNK // 2 if halves else CHUNK)

@@ -82,7 +82,8 @@ def swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight, p: Problem) -> Tenso
 
 def pairs(a: MarlinWeight, b: MarlinWeight) -> bool:
     """Whether two weights can share a launch."""
-    return (a.K, a.N, a.group_size, a.S.dtype) == (b.K, b.N, b.group_size, b.S.dtype)
+    one, other = ((w.K, w.N, w.group_size, w.S.dtype, w.delta.dtype) for w in (a, b))
+    return one == other
 
 
 def aligned(x: Tensor) -> Tensor:  # [M, K], any strides → the same values, rows aligned to 16 bytes

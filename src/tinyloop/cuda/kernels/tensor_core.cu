@@ -22,7 +22,8 @@
 //   fold    (DECODE 0)  fragments are exact integers q − MIDDLE. After each group  acc += scale·part + rest·Σx,  with Σx
 //                       from one more mma whose Wᵀ is all ones. No multiplication per weight; a second set of
 //                       accumulators, so few rows only.
-//                       Of one row the other seven of its mma are free: they take other groups, and eight fold as one.
+//                       Of one row the other seven of its mma are free. With HALVES these take other 32 k, and eight such
+//                       units are folded at once, each by the lanes that have its sums.
 //   decode  (DECODE 1)  fragments are W itself in 16 bits, rounded as weight.cuh says.
 // With SYMMETRIC there is no δ, and y stays in fp32 for the correction pair (correction.cu).
 //
@@ -39,7 +40,7 @@
 #define PAIR 0
 #endif
 #ifndef ONE_ROW
-#define ONE_ROW 0 // x has one, and groups are HALVES: fold eight of them at once
+#define ONE_ROW 0 // x has one: fold eight HALVES at once
 #endif
 #ifndef HALVES
 #define HALVES 0  // groups begin at multiples of 32 of k, not of 64: parameters twice per chunk

@@ -19,6 +19,8 @@
 
 constexpr int SCALE_BYTES = SCALE32 ? 256 : 128, DELTA_BYTES = SYMMETRIC ? 0 : 256;  // of 64 columns
 
+static_assert(!IN_PARTS || !(SCALE32 || COLUMN || SYMMETRIC), "two parts stand beside scales in fp16, of small groups");
+
 struct Weight {
     const uint4* B;   // [K/16][N/64][32 lanes]
     const u8* S;      // [groups][N] fp16 or fp32, permuted
@@ -43,7 +45,11 @@ DEVICE float scale_of(u32 stored) { return SCALE32 ? __uint_as_float(stored) : l
 // δ is fp32, or in two parts (8 − z)·scale + rest, z being the whole number next to where W crosses zero: 8 − z in fp16 in
 // the upper half, rest in fp16 in the lower.
 DEVICE float delta_of(float scale, u32 stored) {
-    return IN_PARTS ? fmaf(high_f16(stored), scale, low_f16(stored)) : __uint_as_float(stored);
+#if IN_PARTS
+    return fmaf(high_f16(stored), scale, low_f16(stored));
+#else
+    return __uint_as_float(stored);
+#endif
 }
 
 // A column's parameters as `weights` takes them, and in eight bytes, as they are kept: 16-bit arithmetic, unless the pack
