@@ -20,7 +20,7 @@ import torch
 import tinyloop as tl
 from helpers import random_quant_weight, with_random_channel
 from tinyloop import dispatch, marlin, ops
-from tinyloop.cuda import build, hopper, launch
+from tinyloop.cuda import build, hopper, launch, run
 from tinyloop.cuda.config import (
     _BARRIERS,
     CHUNK,
@@ -817,6 +817,15 @@ def test_from_17_to_32_rows_the_weight_decides() -> None:
     ):  # fmt: skip
         assert wgmma_is_faster(32, N, K) == wgmma, (N, K)
         assert wgmma or choose(32, N, K, HOPPER).DECODE
+
+
+def test_weights_share_a_launch_only_if_they_are_stored_alike() -> None:
+    """A weight made by hand may have δ whole where `of` has it in two parts."""
+    w = random_quant_weight(128, 64, 32, seed=1)
+    m = marlin.MarlinWeight.of(dataclasses.replace(w, scale=w.scale.half().float()))
+    assert m.in_parts
+    assert run.pairs(m, m)
+    assert not run.pairs(m, dataclasses.replace(m, delta=torch.zeros_like(m.delta, dtype=torch.float32)))
 
 
 def test_a_plan_says_the_tile_of_its_scales() -> None:

@@ -423,8 +423,8 @@ def _delta(scale: Tensor, zero: Tensor) -> Tensor:  # → fp32, rounded once: 8�
 def _crossing(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:  # → fp32 z, a whole number, and rest
     """Where W crosses zero: −zero/scale to the next whole number, and what W is there."""
     s, zero = scale.float(), zero.float()
-    z = torch.where(s != 0, -zero / s, 0).round_()
-    return z, zero + z * s  # exact: z·s has 18 bits, and is next to −zero
+    z = torch.div(zero, s).neg_().masked_fill_(s == 0, 0).round_()
+    return z, (z * s).add_(zero)  # exact: z·s has 18 bits, and is next to −zero
 
 
 def _parts(scale: Tensor, zero: Tensor) -> Tensor:  # → int32, delta beside scales in fp16
@@ -468,8 +468,9 @@ def _not_finite(parts: Iterable[Tensor]) -> int:
 
 
 def _slabs(t: Tensor) -> tuple[Tensor, ...]:
-    """Runs of rows, so that what is made of them stays small: at group 32, parameters weigh a quarter of the codes."""
-    return torch.split(t, max(1, _SLAB // t.shape[1]))
+    """Runs of rows, so that what is made of them, several floats for each, stays small: at group 32, parameters weigh a
+    quarter of the codes."""
+    return torch.split(t, max(1, _SLAB // 4 // t.shape[1]))
 
 
 def _groups(K: int, group: int) -> int:
